@@ -2,8 +2,8 @@
 
 Usage: `python -m recipes.install_vllm [--dry-run]`
 
-With an NVIDIA driver, it installs the release, as the extra `vllm` does. Otherwise, it installs a build for CPUs with
-AVX2 or AVX-512.
+With an NVIDIA driver, the program installs the release, as the extra `vllm` does. Otherwise, it installs a build for
+CPUs with AVX2 or AVX-512.
 """
 
 import shlex
@@ -24,7 +24,7 @@ from flowrl.config.engines.rollout_engines import ENGINES
 DISTRIBUTIONS = RELEASE, CPU_BUILD = ENGINES["vllm"].packages[0].distributions
 
 VERSIONS = ">=0.32,<0.33"
-"""Versions of the extra `vllm`."""
+"""Versions that the extra `vllm` allows."""
 
 CPU_VERSION = "0.32.0"
 """Tested version of the build for CPUs."""
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def install(*, has_driver: bool, is_dry_run: bool) -> None:
     """Installs vLLM, unless a supported version is installed.
 
-    Raises UserError without pip, and CheckFailed if it fails.
+    Raises UserError if there is no pip, and CheckFailed if pip fails.
     """
     requirement = choose_requirement({name: _version(name) for name in DISTRIBUTIONS}, has_driver=has_driver)
     if requirement is None:

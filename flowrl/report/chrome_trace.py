@@ -68,7 +68,7 @@ class Trace:
         return Trace([*self.events, *resumed], [*self.resumes, *resumes], self.counts, self.dropped_until_ns)
 
     def last_calls(self, count: int) -> "Trace":
-        """Returns this trace with at most `count` calls, and without the resumes and group counts before them."""
+        """Returns this trace with the last `count` calls, without resumes and group counts before these calls."""
         if len(self.events) <= count:
             return self
         dropped, kept = self.events[: len(self.events) - count], self.events[len(self.events) - count :]
@@ -78,14 +78,14 @@ class Trace:
         return Trace(kept, resumes, [counted for counted in self.counts if counted.at_ns > until_ns], until_ns)
 
     def counted(self, counts: Iterable[Counted]) -> "Trace":
-        """Returns this trace with `counts` appended: numbers of prompt groups per state, at several times.
+        """Returns this trace with `counts` appended, which are numbers of prompt groups per state at several times.
 
-        Keeps only the last `MAX_COUNTS` of them.
+        Keeps only the last `MAX_COUNTS` counts.
         """
         return replace(self, counts=[*self.counts, *counts][-MAX_COUNTS:])
 
     def last_process(self) -> list[CallEvent]:
-        """Returns the calls after the last resume."""
+        """Returns the calls after the last resume, or all calls if there was none."""
         first = max((resume.number for resume in self.resumes), default=0)
         return [event for event in self.events if event.number >= first]
 
@@ -102,8 +102,9 @@ def chrome_trace(
     """Converts a trace to the Chrome trace format. Each device is a process and each rank is a thread.
 
     Times are microseconds since the first submission. The `args` of a call contain its wait, queue and transfer times
-    in milliseconds and the other fields of its event. A flow arrow leads from the last input of a call to the call. An
-    instant event marks each resume. Group counts are a counter. `otherData` has the time until which calls are missing.
+    in milliseconds and the other fields of its event. A flow arrow leads to a call from the input that finished last.
+    An instant event marks each resume. Group counts are counter events. `otherData` has the time until which calls are
+    missing.
     """
     rows = sorted({Row.of(event) for event in events})
     devices = list(dict.fromkeys((row.pool, row.device) for row in rows))

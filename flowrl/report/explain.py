@@ -27,7 +27,7 @@ from flowrl.report.trace import (
 )
 
 SMALL_SHARE = 0.005
-"""Largest fraction of the critical path for which an entry is merged into the row of small entries."""
+"""Fraction of the critical path below which an entry is merged into the row `other`."""
 
 MIN_WIDTH = 64
 """Minimum width of the tables. On a narrower terminal, lines wrap instead of being truncated."""
@@ -40,7 +40,7 @@ def explain(
     window_s: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints where the time of the training loop was spent, optionally for the last `window_s` seconds.
+    """Prints how the training loop spent its time. With `window_s`, covers only the last `window_s` seconds.
 
     Calls that were finished by `dropped_until_ns` may be missing in `events`. The tables then start at this time.
     """
@@ -50,7 +50,7 @@ def explain(
     start_ns = max(start_ns, dropped_until_ns)
     if window_s is not None:
         start_ns = max(start_ns, end_ns - int(window_s * 1e9))
-    # The inputs of a call that was submitted earlier, and the previous call of its process, may be missing.
+    # Omits calls that were submitted before this time, because their inputs or previous calls may be missing.
     parts = [call for call in call_parts(loop) if times(call.event).submitted_ns >= dropped_until_ns]
     parts = [call for call in parts if call.event.finished_ns > start_ns]
     path = since(critical_path(loop), start_ns)

@@ -26,7 +26,7 @@ class Panel:
     title: str
     lines: tuple[Line, ...]
     needs: str = ""
-    """Metric without which the panel is omitted."""
+    """Metric that the panel requires: without its values, the panel is omitted. Empty: no such metric."""
 
 
 PANELS = (

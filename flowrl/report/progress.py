@@ -54,7 +54,7 @@ class History(Sequence[dict[str, float]]):
     def __init__(self) -> None:
         self._records: list[tuple[tuple[str, ...], array[float]]] = []
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """Names of the values of a record, shared by all records with the same names."""
+        """Tuples of value names, each shared by all records with these names."""
 
     def append(self, record: Mapping[str, float]) -> None:
         names = tuple(record)
@@ -85,9 +85,9 @@ class MetricsLog(RunObserver):
         *,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        """Opens `metrics.jsonl`, without lines after `last_step` and without invalid lines.
+        """Opens `metrics.jsonl`, and removes invalid lines and lines of steps after `last_step`.
 
-        `notify` receives a message with the steps up to `last_step` that have no valid line.
+        If steps up to `last_step` have no valid line, `notify` receives a message that names them.
         """
         self.history = History()
         """One record per step, with `step` and the step's metrics."""
@@ -143,7 +143,7 @@ def _line(row: Mapping[str, float]) -> str:
 def _read(path: Path, last_step: int) -> Iterator[dict[str, float]]:
     """Yields the rows up to `last_step`, in ascending order of their steps.
 
-    Skips lines that are no such row, for example after a crash.
+    Skips lines that are not a row, for example after a crash, and steps that do not ascend.
     """
     previous = -1
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
@@ -159,7 +159,7 @@ def _read(path: Path, last_step: int) -> Iterator[dict[str, float]]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers as text, such as `1, 3 to 6, 9`. Omits those after the first ten groups."""
+    """Returns ascending numbers as text, such as `1, 3 to 6, 9`. Omits numbers after the first ten ranges."""
     groups = [
         [number for _, number in group] for _, group in groupby(enumerate(numbers), lambda item: item[1] - item[0])
     ]
@@ -191,7 +191,7 @@ class LiveProgress(RunObserver):
         self.console = console or make_console()
         self._num_steps, self._clock = num_steps, clock
         self._latest: dict[str, tuple[int, float]] = {}
-        """Metric -> (step, value) of its last value."""
+        """Metric -> its newest value, as (step, value)."""
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._updated_s = clock()
         self._bar: Progress | None = None
@@ -209,14 +209,14 @@ class LiveProgress(RunObserver):
             self._task = self._bar.add_task("training", total=num_steps, line="")
 
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds values of a step to the next line, such as those of an evaluation that ends in a later step."""
+        """Adds values of a step to the next line, for example metrics of an evaluation that ends in a later step."""
         shown = {name: (step, value) for name, value in values.items() if name in SHOWN and not math.isnan(value)}
         self._latest.update(shown)
 
     def evaluated(
         self, step: int, values: Mapping[str, float], rows: Sequence[Row] = (), num_examples: int = 0
     ) -> None:
-        """Adds the metrics of an evaluation to the next line, or shows those of the initial model (step 0)."""
+        """Adds the metrics of an evaluation to the next line. Shows those of the initial model (step 0) at once."""
         if step:
             self.add_values(step, {FAILED_FRACTION: 0.0, **values})
         elif values:
@@ -287,7 +287,7 @@ def result_table(
 ) -> Table:
     """Returns a table of the metrics of the first and the last evaluation. `titles` replace the default titles.
 
-    A metric of failed rewards may be missing in one of them.
+    Omits metrics that only one evaluation has, except for metrics of failed rewards.
     """
     known = _TITLES | dict(titles or {})
     names = [name for name in first if name in last or name.startswith(NUM_FAILED)]

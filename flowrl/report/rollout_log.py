@@ -67,7 +67,7 @@ TOKEN_VALUES: dict[str, str] = {
 """Lists of the column `tokens` and the meanings of their values. docs/generated_text.md contains the same table."""
 
 NUM_SHOWN_ROWS = 64
-"""Largest number of rows of a step for trackers."""
+"""Largest number of rows of a step that trackers receive."""
 
 _SHARD_NAME = re.compile(rf"({'|'.join(get_args(Kind))})-(\d+)\.jsonl")
 
@@ -84,7 +84,7 @@ class EncodedRows:
     lines: bytes
     """The rows as JSON lines."""
     shown: list[Row]
-    """The first `NUM_SHOWN_ROWS` rows without `tokens`, for trackers."""
+    """The first `NUM_SHOWN_ROWS` rows, without the column `tokens`, for trackers."""
 
 
 def encode_rows(kind: Kind, step: int, rows: Sequence[Row]) -> EncodedRows:
@@ -99,7 +99,7 @@ class RolloutLogError(UserError):
 
 
 class MissingStepError(RolloutLogError):
-    """Raised if the rows of a step are not saved. `max_mb` may remove them while others are read."""
+    """Raised if the rows of a step are not saved. An active run may remove rows (`max_mb`) while they are read."""
 
 
 class RolloutLog:
@@ -178,7 +178,8 @@ def saved_steps(folder: Path, kind: Kind) -> list[int]:
 
 
 def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
-    """Returns the saved rows of a step. Columns that were added after the file was written are None.
+    """Returns the saved rows of a step. Columns that the file lacks, because an earlier version of flowrl wrote it, are
+    None.
 
     Raises MissingStepError if the step is not saved, and RolloutLogError if its shard is corrupt.
     """
@@ -218,7 +219,9 @@ def _missing_step(folder: Path, kind: Kind, step: int) -> str:
 
 
 def parse_line(path: Path, number: int, line: str) -> Row:
-    """Returns the row of a line of a shard, with all columns. Raises RolloutLogError if it is no JSON object."""
+    """Returns the row of a line of a shard. Missing columns are None. Raises RolloutLogError if the line is no JSON
+    object.
+    """
     try:
         row = parse_json(line)
     except ValueError:

@@ -11,7 +11,7 @@ from flowrl.report.rollout_log import Kind, RolloutLogError, Row, read_rows, sav
 Order = Literal["row", "worst", "best"]
 
 _TEXTS = ("prompt", "response", "answer")
-"""Columns that are printed with a label. All other columns are in the heading of a row."""
+"""Columns that are printed below the heading of a row, each with a label."""
 
 _NUMBERS = {"score": ".3f", "advantage": ".3f", "version": "d", "finish_reason": "s", "response_length": "d"}
 """Columns of the heading and their formats."""
@@ -27,7 +27,7 @@ def show_rows(run_folder: Path, *, step: int | None, kind: Kind, order: Order, c
         run_folder: output folder of a run.
         step: training step; None selects the latest saved step.
         kind: training rows or evaluation rows.
-        order: order of the rows: that of the batch, ascending scores (`worst`) or descending scores (`best`).
+        order: `row` keeps the order of the batch. `worst` and `best` sort by ascending and descending scores.
         count: largest number of rows.
     Raises:
         RolloutLogError: the folder, its `rollouts/`, the step or the scores do not exist.
@@ -58,8 +58,8 @@ def find_rollouts(run_folder: Path) -> Path:
 
 
 def select_rows(rows: Sequence[Row], order: Order, count: int) -> list[Row]:
-    """Returns the first `count` rows in an order. Rows with equal scores keep their order, and rows without a score,
-    whose reward failed, are last.
+    """Returns the first `count` rows in an order. Rows with equal scores keep their order. Rows without a score,
+    because a reward failed, are last.
 
     Raises RolloutLogError if the order is by score and no row has a score.
     """
@@ -93,7 +93,7 @@ def _one_line(text: str) -> str:
 
 
 def render_markdown(rows: Sequence[Row]) -> str:
-    """Returns the first rows as a code block of Markdown, in which the text of responses has no effect."""
+    """Returns the first rows as a code block of Markdown, so that Markdown in responses is not rendered."""
     return "\n".join(_indent(render_row(row)) for row in rows[:_NUM_MARKDOWN_ROWS]).lstrip("\n")
 
 

@@ -19,7 +19,7 @@ from flowrl.report.rollout_log import Kind, MissingStepError, Row, read_rows, sa
 from flowrl.report.value_diff import Change, Tolerance, changed_values, compare_settings, first_difference, shorten
 
 _IGNORED_SETTINGS = ("output", "resume")
-"""Settings that do not change results."""
+"""Settings that are not compared, because they do not change results."""
 
 _NONDETERMINISTIC = (
     "seconds",
@@ -140,9 +140,9 @@ class CommonScores:
     num_rows: int
     """Number of responses that both runs have saved."""
     num_scored: int
-    """Number of these responses with a score in both runs."""
+    """Number of responses that have a score in both runs."""
     means: tuple[float, float]
-    """NaN without such responses."""
+    """Mean score in each run over the responses that have a score in both. NaN if there are none."""
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class RunDiff:
     num_steps: int = 0
     """Number of training steps that both runs have logged."""
     num_equal_steps: int = 0
-    """Number of these steps whose metrics are equal."""
+    """Number of training steps with equal metrics."""
     results: Sequence[Change] = ()
     """Name and both values of the metrics that differ in the last common step, largest relative difference first."""
     evaluations: Sequence[CommonScores] = ()
-    """Sets in whose last common evaluation rewards failed."""
+    """Scores in the last common evaluation of each set of prompts. Has only sets in which a reward failed."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Why a comparison is missing, by its name: `inputs`, `versions` or `metrics`."""
+    """Name of a missing comparison (`inputs`, `versions` or `metrics`) -> why it is missing."""
 
     @property
     def is_equal(self) -> bool:
@@ -173,8 +173,9 @@ class RunDiff:
 def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDiff:
     """Compares the folders of two runs.
 
-    Two numbers are equal if they differ by at most `tolerance` times their larger magnitude, or times 1 if both are
-    smaller. Metrics of time and memory are not compared. Raises UserError if a folder is not a run folder.
+    Two numbers are equal if they differ by at most `tolerance` times their larger magnitude, or times 1 if both
+    magnitudes are below 1. Metrics of time and memory are not compared. Raises UserError if a folder is not a run
+    folder.
     """
     configs = [read_config(folder) for folder in (first, second)]
     folders = (RunFolder(first), RunFolder(second))
@@ -211,7 +212,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
 
 
 def _compare_evaluations(folders: tuple[RunFolder, RunFolder], common: Sequence[int]) -> list[CommonScores]:
-    """Compares the last common evaluation of each set, if a reward failed in it."""
+    """Compares scores in the last common evaluation of each set of prompts. Omits sets without failed rewards."""
     compared: dict[str, CommonScores | None] = {}
     for step in sorted(_steps_of_rows(folders, "evaluation") & {*common}, reverse=True):
         try:
@@ -224,7 +225,7 @@ def _compare_evaluations(folders: tuple[RunFolder, RunFolder], common: Sequence[
 
 
 def _rows_by_set(rows: Sequence[Row]) -> dict[str, dict[tuple, Row]]:
-    """Returns set -> prompt and sample -> row."""
+    """Returns name of the set -> (prompt, sample) -> row."""
     sets: defaultdict[str, dict[tuple, Row]] = defaultdict(dict)
     for row in rows:
         sets[row.get("set") or ""][row["prompt_id"], row["prompt"], row.get("sample")] = row
@@ -275,7 +276,7 @@ def _find_divergence(
     metrics_step: int | None,
     tolerance: Tolerance,
 ) -> Divergence | None:
-    """Returns the first step whose metrics or saved rows differ.
+    """Returns the first step whose metrics or saved rows differ, or None.
 
     `metrics_step` is the first step whose metrics differ, or None. Rows may differ in an earlier step.
     """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RunObserver:
-    """Watches a run. Each method is an event. By default, it does nothing.
+    """Watches a run. Each method handles an event, and does nothing by default.
 
     An event reaches all observers in the order of their list (flowrl/run/monitoring/observers.py).
     """
@@ -22,31 +22,31 @@ class RunObserver:
         return None
 
     def begun(self) -> None:
-        """All workers are ready. If the run resumes, its checkpoint is restored."""
+        """Called when all workers are ready and, in a resumed run, the checkpoint is restored."""
 
     def step_begun(self, step: int, version: int, batch: "Batch") -> None:
-        """A step trains the weights of a version on a batch. Its calls follow."""
+        """Called before the loop body of a step, which trains the weights of `version` on `batch`."""
 
     def logged(self, metrics: Logged) -> None:
-        """The recipe has logged metrics, which may be a future."""
+        """Called when the recipe logs metrics or a future of metrics."""
 
     def calls_done(self, step: int, values: Mapping[str, float]) -> None:
-        """All calls of a step are done. `values` has the metrics of the step, but not of its running evaluations.
+        """Called when all calls of a step are done. `values` has its metrics, except those of running evaluations.
 
-        If none is running, `step_done` precedes this event.
+        If no evaluation is running, `step_done` precedes this event.
         """
 
     def evaluated(self, step: int, values: Mapping[str, float], rows: Sequence[Row], num_examples: int) -> None:
-        """An evaluation of a step on a number of prompts or examples is done, with its metrics and its rows.
+        """Called when an evaluation is done, on `num_examples` prompts or examples, with its metrics and rows.
 
-        Step 0 is the initial model.
+        `step` is 0 for the evaluation of the initial model.
         """
 
     def step_done(self, step: int, values: Mapping[str, float]) -> None:
-        """All metrics of a step are known. The steps of this event ascend."""
+        """Called when all metrics of a step are known. The steps are in ascending order."""
 
     def saved(self, step: int) -> None:
-        """The checkpoint of a step is complete as soon as this event is handled."""
+        """Called before the checkpoint of a step becomes complete, so that observers first store their records."""
 
     def ended(self, summary: Mapping[str, Any]) -> None:
-        """All steps and evaluations are done. `summary` has the results of the run."""
+        """Called when all steps and evaluations are done. `summary` has the results of the run."""

@@ -30,7 +30,7 @@ METRICS: dict[str, TokenMetric] = {
 """Metrics by name, in the order in which they are offered."""
 
 LISTS = {"advantage": "advantages", "ratio": "ratios", "mask": "mask", "version": "versions"}
-"""Metric -> list of the column `tokens` with its values."""
+"""Metric -> list of the column `tokens` that has the values of the metric."""
 
 
 def available_metrics(row: Row) -> list[str]:
@@ -58,7 +58,7 @@ class ColorScale:
     low: float
     high: float
     center: float
-    """Value without a color: that of the metric, or `low` for a sequential scale."""
+    """Value that is drawn without a color: the center of the metric, or `low` for a sequential scale."""
 
     def position(self, value: float) -> float:
         """Returns the position of a value: -1 at the lower end, 0 at the center and 1 at the upper end."""
@@ -70,7 +70,7 @@ def color_scale(metric: str, values: Sequence[float | None]) -> ColorScale:
     """Returns the scale for all values of one or several rows.
 
     A diverging scale is symmetric around its center and reaches the largest distance. A sequential scale reaches from
-    the smallest to the largest value; that of `mask` is always 0 to 1.
+    the smallest to the largest value. The scale of `mask` is always 0 to 1.
     """
     present = [value for value in values if value is not None]
     kind = METRICS[metric]

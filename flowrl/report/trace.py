@@ -1,10 +1,11 @@
-"""Timing analysis of call events: parts of calls, critical path, busy and idle fractions. Bounds the recorded calls.
+"""Timing analysis of call events: parts of calls, critical path, busy and idle fractions. Limits the number of recorded
+calls.
 
 A process serves one device of a pool. It runs one call at a time, in the order of submission. A call starts when it is
 submitted, its inputs are available and its process is free.
 
 Clocks of different machines may disagree. If a call seems to arrive before its submission or before one of its inputs,
-the arrival time is used instead, so no duration is negative.
+the arrival time replaces the later time, so no duration is negative.
 """
 
 from bisect import bisect_right
@@ -20,8 +21,8 @@ STARTING = ("__init__", "join", "find_missing_protections")
 """Methods that are called during startup, before the training loop."""
 
 CONNECTING = ("num_buckets", "open_transfer_group", "join_transfer_group", "describe_weights")
-"""Methods that connect roles for weight transfers: in startup if rollouts are streamed, otherwise in the first
-transfer.
+"""Methods that connect roles for weight transfers. With streamed rollouts, they run during startup, and otherwise in
+the first transfer.
 """
 
 Part = Literal["compute", "transfer", "driver"]
@@ -30,9 +31,10 @@ Part = Literal["compute", "transfer", "driver"]
 def loop_events(events: Iterable[CallEvent]) -> list[CallEvent]:
     """Returns the events of the training loop, without startup.
 
-    Startup ends when the calls before the first one that neither starts nor connects roles are finished. Calls that
-    were finished by then are part of startup. The driver may submit the first calls of the loop before that time. Their
-    submission times become the end of startup, so that their wait and queue times do not contain startup.
+    The first call of the loop is the first that is neither in `STARTING` nor in `CONNECTING`. Startup ends when all
+    earlier calls are finished. Calls that are finished by then are omitted. If the driver submits a call of the loop
+    during startup, the end of startup becomes its submission time, so that its wait and queue times do not contain
+    startup.
     """
     events = list(events)
     first = min((event.number for event in events if event.method not in (*STARTING, *CONNECTING)), default=0)
@@ -73,7 +75,7 @@ class CallParts:
     transfer_ns: int
     """Time for receiving and unpacking the arguments, and for packing the result."""
     compute_ns: int
-    """Execution time of the method."""
+    """Execution time of the method, including the switch of roles before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,9 @@ def critical_path(events: Iterable[CallEvent]) -> list[Segment]:
     """Returns the critical path: consecutive segments that cover the time span of the events exactly once.
 
     The path is traced backwards from the call that finished last. A call can be preceded by its last input, by the
-    previous call of its process, or by the driver. The path takes the predecessor that the call waited for longest.
-    Events do not record why the driver submitted a call late. All time between the end of the last earlier call and the
-    submission therefore counts as driver time.
+    previous call of its process, or by the driver. The path continues with the predecessor that the call waited for
+    longest. Events do not record why the driver submitted a call late. All time between the end of the last earlier
+    call and the submission therefore counts as driver time.
     """
     graph = _Graph(events)
     if not graph.events:
@@ -192,7 +194,7 @@ def since(path: Iterable[Segment], start_ns: int) -> list[Segment]:
 
 
 def path_totals(path: Iterable[Segment]) -> dict[tuple[str, Part], int]:
-    """Returns (call name, part) -> nanoseconds on a critical path, largest first."""
+    """Returns (call name, part) -> nanoseconds on the critical path, largest first."""
     totals: defaultdict[tuple[str, Part], int] = defaultdict(int)
     for segment in path:
         totals[call_name(segment.event), segment.part] += segment.duration_ns
@@ -219,7 +221,9 @@ def rank_fractions(events: Iterable[CallEvent], start_ns: int, end_ns: int) -> d
 
 
 class IdleTracker:
-    """Computes the idle fraction of roles per step. Remembers the number of ranks of each role."""
+    """Computes the idle fraction of roles per step. Stores the number of ranks of each role, because idle ranks have no
+    calls.
+    """
 
     def __init__(self) -> None:
         self._num_ranks: dict[str, int] = {}
@@ -301,7 +305,7 @@ class RecordedCalls:
             self._counted_until_ns[label] = max(self._counted_until_ns.get(label, 0), until_ns)
 
     def busy_fractions(self) -> dict[str, float]:
-        """Returns the fraction of the training loop in which each device ran a call, also of dropped calls."""
+        """Returns the fraction of the training loop in which each device ran a call. Dropped calls count, too."""
         loop = loop_events(self._events)
         firsts = [event.started_ns for event in loop] + ([] if self._first_ns is None else [self._first_ns])
         start_ns = min(firsts, default=0)

@@ -7,13 +7,13 @@ from flowrl.data.events import CallEvent
 from flowrl.report.trace import busy_ns
 
 PREFIX = "usage/"
-"""Prefix of the names of these metrics (docs/metrics.md)."""
+"""Prefix of the names of usage metrics (docs/metrics.md)."""
 
 
 def usage_metrics(events: Iterable[CallEvent], peak_tflops: float | None = None) -> dict[str, float]:
     """Returns the metrics of the calls of a step, as `usage/ROLE/NAME`.
 
-    `peak_tflops` is the setting `report.peak_tflops`. None uses the peak of each device, if it is known.
+    `peak_tflops` is the setting `report.peak_tflops`. None uses the known peaks of devices.
     """
     roles: defaultdict[str, list[CallEvent]] = defaultdict(list)
     for event in events:
@@ -49,12 +49,14 @@ def _work(events: list[CallEvent]) -> dict[str, float]:
 
 
 def _work_s(event: CallEvent) -> float:
-    """Returns the duration of a call without the switch before it."""
+    """Returns the duration of a call without the switch of roles before it."""
     return event.duration_s - sum(value for name, value in event.usage.items() if name.startswith("seconds/"))
 
 
 def _mfu(events: list[CallEvent], peak_tflops: float | None) -> float | None:
-    """Returns the model FLOPs of a role as a fraction of those that its devices could compute in the same time."""
+    """Returns the model FLOPs of a role as a fraction of the FLOPs that its devices could compute in the same time.
+    Returns None if a peak is unknown.
+    """
     counted = [event for event in events if "flops" in event.usage]
     peaks = [event.usage.get("peak_flops", 0.0) if peak_tflops is None else peak_tflops * 1e12 for event in counted]
     possible = sum(_work_s(event) * peak for event, peak in zip(counted, peaks, strict=True))
@@ -62,7 +64,7 @@ def _mfu(events: list[CallEvent], peak_tflops: float | None) -> float | None:
 
 
 def _switches(events: list[CallEvent]) -> dict[str, float]:
-    """Returns the seconds of each phase of the switches, of the device with the longest phase."""
+    """Returns the seconds of each phase of switches between roles, on the device where the phase took longest."""
     seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         for name, value in event.usage.items():

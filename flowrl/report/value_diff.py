@@ -15,18 +15,20 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest difference of equal numbers: `relative` times the larger magnitude, which is at least `floor`."""
+    """Largest difference at which two numbers count as equal: `relative` times the largest of both magnitudes and
+    `floor`.
+    """
 
     relative: float
     floor: float = 1.0
 
     def limit(self, *magnitudes: float) -> float:
-        """Returns the largest difference of equal numbers with these magnitudes."""
+        """Returns the largest difference at which numbers with these magnitudes count as equal."""
         return self.relative * max(*magnitudes, self.floor)
 
 
 def changed_values(first: Mapping[str, Any], second: Mapping[str, Any], tolerance: Tolerance | None) -> list[Change]:
-    """Returns the entries of two mappings that differ. `tolerance` is that of `first_difference`."""
+    """Returns the entries that differ between two mappings. `tolerance` is as in `first_difference`."""
     values = [(name, first.get(name), second.get(name)) for name in dict.fromkeys((*first, *second))]
     return [(name, one, other) for name, one, other in values if first_difference(one, other, tolerance)]
 
@@ -34,7 +36,7 @@ def changed_values(first: Mapping[str, Any], second: Mapping[str, Any], toleranc
 def first_difference(first: Any, second: Any, tolerance: Tolerance | None) -> str:  # Any: values of JSON
     """Returns the first difference of two values as text, such as `was 1 and is now 2`, or an empty string.
 
-    NaN equals NaN. Without a tolerance, equal values are bitwise identical. With one, checksums are ignored.
+    NaN equals NaN. Without a tolerance, equal values are bitwise identical. With a tolerance, checksums are ignored.
     """
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         names = dict.fromkeys((*first, *second))
@@ -63,7 +65,7 @@ def _is_close(first: Any, second: Any, tolerance: Tolerance) -> bool:
 
 
 def shorten(value: Any) -> str:
-    """Returns a value as text of at most 60 characters."""
+    """Returns a value as text, which is cut after 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

@@ -34,20 +34,20 @@ from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
 PROMPTS, TOKENS = 8, 32
-"""Number of prompts, and maximum number of tokens per response."""
+"""Smallest number of prompts, and largest number of tokens per response."""
 
 _COLD = 1e-4
-"""Low temperature T, at which -T * log-probability of a token is the distance of its logit from the best logit."""
+"""Temperature so low that -`_COLD` x (log-probability of a token) is the distance of its logit to the largest one."""
 
 _LARGEST = 20
 """Largest allowed gap of a token, as a multiple of the allowed mean gap."""
 
 _TIE = 1e-3
-"""Distance below which two logits are equal up to rounding at temperature `_COLD`."""
+"""Largest distance of two logits that counts as rounding at temperature `_COLD`."""
 
 
 _TRANSPORTS = {"shared": "none (the rollout uses the actor's weights)", "local": "copied within the process"}
-"""Transports whose name in the table differs from the setting."""
+"""Transport -> name in the table. Other transports have the name of the setting."""
 
 
 @dataclass
@@ -133,7 +133,9 @@ def _cluster(config: RolloutRunConfig) -> Cluster:
 
 
 def _isolation(config: RolloutRunConfig) -> str | None:
-    """Returns whether this node isolates reward functions or environments completely. None: the run has none."""
+    """Returns the protections against reward functions or environments that this node lacks, as text. Returns None if
+    the run has neither.
+    """
     reward = config.reward_settings
     settings = config.environment if reward is None or not reward.has_functions else reward
     if settings is None:
@@ -147,7 +149,7 @@ def _isolation(config: RolloutRunConfig) -> str | None:
 
 
 def _versions(config: RolloutConfig) -> list[str]:
-    """Returns names and versions of the packages of the engine."""
+    """Returns the names and versions of the engine's installed packages."""
     versions = []
     for package in config.capabilities.packages:
         found = [name for name in package.distributions if any(metadata.distributions(name=name))]
@@ -158,7 +160,9 @@ def _versions(config: RolloutConfig) -> list[str]:
 def _compare_weights(
     weight_sync: WeightSync, config: RolloutRunConfig, actor: WorkerGroup, rollout: WorkerGroup, findings: _Findings
 ) -> None:
-    """Compares all weights after loading and after each of two weight syncs. Measures the second sync."""
+    """Compares all accessible weights after loading and after each of two weight syncs. Measures the second sync. If
+    the rollout uses the actor's own weights, there is nothing to compare.
+    """
     counts: list[str] = []
     sync_s = 0.0
     for version in range(3):
@@ -194,13 +198,15 @@ def nudge(worker: Any) -> None:  # Any: the recipe's actor
 
 
 def _no_op(worker: Worker) -> None:
-    """Does nothing. Its result is available after all earlier calls, because calls run in order."""
+    """Does nothing. Calls run in order, so the result of this call arrives after the results of all earlier calls."""
 
 
 def _compare_responses(
     config: RolloutRunConfig, actor: WorkerGroup, rollout: WorkerGroup, rows: Batch, findings: _Findings
 ) -> None:
-    """Compares greedy tokens and log-probabilities with the actor's model on the same tokens."""
+    """Compares the rollout's greedy tokens and its log-probabilities with those of the actor's model on the same
+    tokens. Raises CheckFailed if they differ by more than the limits.
+    """
     greedy = rows.union(rollout.generate.submit(rows, temperature=0.0))
     greedy_T = _gaps(config, actor, greedy, 1.0, "greedy", findings)
     below_T = -_COLD * _logprobs(actor, greedy, _COLD)

@@ -1,5 +1,5 @@
-"""Handles the signals that end a program. The first SIGINT (Ctrl-C) or SIGTERM ends a run after its step, and the
-second aborts it. SIGHUP, which arrives when the terminal is closed, aborts at once.
+"""Handles the signals that end a program. The first SIGINT (Ctrl-C) or SIGTERM ends a run after the current step, and a
+second one aborts the run. SIGHUP, which arrives when the terminal is closed, aborts at once.
 """
 
 import signal
@@ -15,32 +15,33 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that `Interruption` handles."""
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that kill a program without handlers, and leave its files and processes."""
+"""Signals that kill a program without handlers for them, so that its temporary files and processes remain."""
 
 _DUPLICATE_S = 0.3
-"""Seconds in which a second signal is ignored, because timeout(1) signals both the program and its process group."""
+"""Seconds after a signal in which another one is ignored, because timeout(1) signals the program and its process group.
+"""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised if a signal ended the run. The message names the last step and the folder of the results,
-    or the interrupted check.
+    """Raised if a signal ended a run or a check. The message names the last step and the folder of the results, or the
+    interrupted check.
     """
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
-        """Exit code of a program that this signal ended, as in a shell."""
+        """128 + number of the signal, as a shell reports for a program that a signal ended."""
 
 
 @contextmanager
 def raise_on_ending_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise `Interrupted` in the block, so that the program cleans up. By default, it would be
-    killed.
+    """Makes SIGTERM and SIGHUP raise `Interrupted` in the block, so that the program cleans up. By default, these
+    signals would kill the program.
 
-    Whatever exception then leaves the block, `Interrupted` is raised instead: Ray turns exceptions of handlers into
-    KeyboardInterrupt, and every write to a closed terminal raises OSError. Further signals of these kinds are ignored
-    until the process ends, because they would interrupt the clean-up. Does nothing outside of the main thread. Keeps
-    handlers of the program, and ignored signals, such as SIGHUP after nohup.
+    After a signal, `Interrupted` replaces any exception that leaves the block, because Ray turns exceptions of handlers
+    into KeyboardInterrupt, and every write to a closed terminal raises OSError. Further signals of these kinds are
+    ignored until the process ends, because they would interrupt the clean-up. Outside of the main thread, does nothing.
+    Signals that the program already handles or ignores (such as SIGHUP after nohup) keep their handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [number for number in _ENDING_SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
@@ -71,7 +72,8 @@ class Interruption:
     """Handles SIGINT and SIGTERM during a run, and restores the previous handlers afterwards.
 
     Before `defer`, a signal raises KeyboardInterrupt immediately. After `defer`, the first signal is only stored in
-    `signal`, and the second raises KeyboardInterrupt. After a signal, the end of the block raises `Interrupted`.
+    `signal`, and the second raises KeyboardInterrupt. If a signal was received, the end of the block raises
+    `Interrupted`, unless an exception other than KeyboardInterrupt leaves the block.
 
     Python handles signals only on the main thread, so a run on another thread cannot be interrupted.
     """
@@ -86,7 +88,7 @@ class Interruption:
         self._action: str | None = None
         self._received_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}  # Any: as signal.getsignal returns it
-        # A handler may interrupt a print. Putting into this queue is the only safe operation.
+        # A handler may interrupt a print, so it only puts lines into this queue, which is safe at any time.
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._printer = threading.Thread(target=self._print_lines, name="interruption", daemon=True)
 
@@ -102,8 +104,8 @@ class Interruption:
     def install(self) -> None:
         """Installs the handlers. Call it again if a library has replaced them.
 
-        Raises KeyboardInterrupt if a signal was received before, because Python ignores exceptions in some places, for
-        example while a process is forked.
+        Raises KeyboardInterrupt if a signal was received before `defer`. The exception of the handler may have been
+        lost, because Python ignores exceptions in some places, for example while a process is forked.
         """
         if self.signal is not None and self._action is None:
             raise KeyboardInterrupt
@@ -111,7 +113,9 @@ class Interruption:
             signal.signal(number, self._on_signal)
 
     def defer(self, action: str, progress: str) -> None:
-        """Makes the next signal set `signal` and print `action`, instead of raising KeyboardInterrupt."""
+        """Makes the first signal set `signal` and print `action`, instead of raising KeyboardInterrupt. Sets the
+        attribute `progress`.
+        """
         self._action, self.progress = action, progress
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

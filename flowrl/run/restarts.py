@@ -1,4 +1,4 @@
-"""Restarts a program from its newest checkpoint after a process failure. Keeps the processes that have not failed."""
+"""Restarts a program from its newest checkpoint after a process failure. Keeps intact processes of stateless roles."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +37,9 @@ class RestartPolicy:
     def cluster(
         self, config: RunConfig, start: "Callable[[], Cluster]", interruption: Interruption
     ) -> "Iterator[Cluster]":
-        """Yields the kept cluster, or starts a cluster. Closes the cluster at the end unless the program restarts."""
+        """Yields the cluster that the previous attempt has kept, or a new one. Closes it at the end unless the next
+        attempt uses it. Errors of a full disk or a deleted output folder become a UserError.
+        """
         self.is_restarting = False
         cluster, self._retained = self._retained or start(), None
         try:
@@ -56,17 +58,19 @@ class RestartPolicy:
                 cluster.close()
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
-        """Whether a restart may succeed, because a process failed and neither a bug nor invalid input is the cause."""
+        """Whether to restart after an error. Requires a failed process as the cause (not a bug or invalid input), a
+        remaining restart, and all nodes of a joined cluster.
+        """
         is_rejected = (
             isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
         )
-        # A local Ray starts again. The processes of a lost node have no devices.
+        # A local Ray starts again with all devices. In a joined cluster, the devices of a lost node are missing.
         lacks_devices = config.address is not None and cluster.has_lost_nodes()
         if is_rejected or self.num_restarts >= self._max_restarts or lacks_devices:
             return False
         if isinstance(error, ProcessLost):
             return True
-        # The same error from the same checkpoint is a bug. Without a checkpoint, any exception may be one.
+        # The same error from the same checkpoint is a bug. Without a checkpoint, any exception may be a bug.
         is_repeated = self._last_failure == (_failure_key(error), _newest_step(config))
         return not is_repeated and (isinstance(error, DeadlineError) or _has_checkpoint(config))
 
@@ -85,15 +89,15 @@ class RestartPolicy:
         self._retained, self.is_restarting = cluster if has_ray else None, True
 
     def pop_checked(self, config: RunConfig) -> CheckedRun:
-        """Returns the config with the plan that the checks of the first attempt have computed.
+        """Returns the config with its placement plan. The first attempt uses the plan of the checks before the run.
 
-        The plan of a later attempt is computed again, because a device may be lost.
+        Later attempts compute the plan again, because a device may be lost.
         """
         checked, self._checked = self._checked, None
         return CheckedRun(config) if checked is None else checked.replace(config)
 
     def pop_message(self) -> str:
-        """Returns the message about the last restart and clears it. Returns an empty string without a restart."""
+        """Returns the message about the last restart and clears it. Returns an empty string if there is none."""
         message, self._message = self._message, ""
         return message
 
@@ -118,7 +122,7 @@ def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig, check
     lost process or a missed deadline. With a checkpoint, processes of stateless roles (rollout, reference, reward) are
     kept unless they failed. Processes with training state restart and load the checkpoint. There is no restart after
     invalid input, failed checks, or an error that a method raises twice from the same checkpoint. The exception of the
-    last attempt is raised. The first attempt uses the plan of `checked`, the result of `check_start`.
+    last attempt is raised. The first attempt uses the plan of `checked` (from `check_start`).
     """
     policy = RestartPolicy(config.restarts, checked)
     token = _current.set(policy)
@@ -170,5 +174,5 @@ def _newest_step(config: RunConfig) -> int:
 
 
 def _failure_key(error: WorkerError) -> str:
-    """Returns a text that is equal for repetitions of a failure. The stacks of two hangs may differ."""
+    """Returns a text that is equal if a failure repeats. The text of a hang omits the stacks, which may differ."""
     return f"{error.role}.{error.method} hangs" if isinstance(error, DeadlineError) else error.summary

@@ -37,11 +37,11 @@ class ResultFiles(RunObserver):
             with suppress(TraceError):  # a killed process has not written a trace
                 self._earlier = read_trace(started.folder.trace).up_to_save(started.resumed.manifest.saved_at_s)
         self.counted: Callable[[], Iterable[Counted]] = tuple
-        """Returns the time series of the rollout source."""
+        """Returns the values of the rollout source's counters over time, for the trace. Initially: none."""
 
     def ended(self, summary: Mapping[str, Any]) -> None:
         self.write_trace()
-        # Last, because a run with a summary is complete.
+        # The summary is written last, because it marks the run as complete.
         write_json(self._folder.summary, summary)
 
     def write_trace(self) -> None:
@@ -56,16 +56,16 @@ class ResultFiles(RunObserver):
 
 
 def save_weights(group: WorkerGroup, started: StartedRun, timeout_s: float | None = None) -> None:
-    """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""
+    """Saves a group's model in the run folder like `save_pretrained`. Blocks, for at most `timeout_s` if it is set."""
     with replacing(started.folder.model) as folder:
         group.save.submit(folder.absolute(), started.config.export).get(timeout_s)
         save_template(started.template, folder)
 
 
 def save_last_weights(policy: WorkerGroup | None, started: StartedRun, history: Sequence[Mapping[str, float]]) -> None:
-    """Saves the policy of a run without checkpoints, after invalid input in a later step, such as a reward.
+    """Saves the policy if invalid input, such as a failed reward, has ended a run without checkpoints.
 
-    Does nothing if `history`, the log records so far, has no training step.
+    Does nothing without a policy, or if `history` (log records) has no training step. Reports errors to the user.
     """
     if policy is None or not any(record["step"] for record in history):
         return
@@ -82,7 +82,7 @@ def save_last_weights(policy: WorkerGroup | None, started: StartedRun, history: 
 
 
 def metric_titles(config: RunConfig) -> dict[str, str]:
-    """Returns the titles of metrics that depend on the config: scores of a reward model are not an accuracy."""
+    """Returns metric -> title. With a reward model, `accuracy` is titled `held-out reward`. Has no other metrics."""
     reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
     has_model_scores = reward is not None and reward.has_models and reward.evaluation is None
     return {"accuracy": "held-out reward"} if has_model_scores else {}
@@ -96,7 +96,7 @@ def show(
 ) -> None:
     """Prints the evaluations before and after training, a few saved responses, and the folder of the results.
 
-    `results` has the step and the metrics of the first and the last evaluation.
+    `results` has (step, metrics) of the evaluations. If it is empty, only the folder is printed.
     """
     if results:
         (first_step, first), (last_step, last) = results[0], results[-1]
@@ -106,7 +106,7 @@ def show(
 
 
 def _print_responses(console: Console, folder: RunFolder, first_step: int, last_step: int) -> None:
-    """Prints a few responses of the last evaluation, next to those of the first evaluation, if they are saved."""
+    """Prints a few saved responses of the last evaluation, next to those of the first evaluation (same prompts)."""
     saved = saved_steps(folder.rollouts, "evaluation")
     if last_step not in saved:
         return

@@ -1,4 +1,4 @@
-"""Applies the settings of a run to the arguments of its worker groups, and starts the groups that score responses."""
+"""Puts a run's settings for its devices into arguments of worker groups, and starts groups that score responses."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,11 +20,12 @@ from flowrl.workers.reward import Reward
 def group_arguments(
     stated: RunConfig, applied: RunConfig, role: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # Any: arguments of a worker's constructor
-    """Returns the arguments of a worker's constructor with the settings of roles from `applied`.
+    """Returns the arguments of a worker's constructor, with settings of `applied` in place of settings of `stated`.
 
-    Those of `stated`, which the recipe passes, lack the values that depend on the devices. Settings are compared by
-    value. If another role has equal settings, those of `role` are used. Returns None if the field of the role is null.
-    Raises UserError if the config has no such role, or if settings are those of no role.
+    The recipe passes settings of `stated`, which lack the values that depend on the devices. To find the role of such
+    settings, they are compared with all settings in `stated`. If several roles have equal settings, `role` comes first.
+    Returns None if the config field of the role is null. Raises UserError if the config has no such role, or if an
+    argument has settings that no role has.
     """
     if not isinstance(role, str):
         raise UserError(
@@ -58,10 +59,10 @@ def group_arguments(
 def start_scoring(
     config: RunConfig, start: Callable[..., Any], on_scored: Callable[[Batch], None] = lambda scored: None
 ) -> Scoring:
-    """Starts the workers of the roles that score responses with `start`, which is `Run.group`.
+    """Starts the roles that score responses, and returns the interface to score batches. `start` is `Run.group`.
 
-    `on_scored` is called with each batch that the recipe scores with the rewards of training. Raises UserError if the
-    run has neither a reward nor an environment.
+    `on_scored` is called with each batch that the recipe scores with the training rewards. With an environment, it is
+    not called. Raises UserError if the run has neither a reward nor an environment.
     """
     environment = config.environment if isinstance(config, RolloutRunConfig) else None
     if isinstance(config, RolloutRunConfig) and environment is not None:
@@ -81,16 +82,16 @@ def start_scoring(
 
 
 class PartialModels(RunObserver):
-    """Finds the weights that only a model or only its files have, of the roles with `model.strict: false`."""
+    """For roles with `model.strict: false`, finds the weights that only the model or only its files have."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._groups: list[WorkerGroup] = []
         self.differences: dict[str, dict[str, list[str]]] = {}
-        """Role -> `missing` and `unexpected` names. Excludes roles whose files have all weights and no others."""
+        """Role -> names of weights that its files lack (`missing`) or have in addition (`unexpected`), if any."""
 
     def follow(self, group: WorkerGroup, settings: object) -> None:
-        """Adds a group whose model may differ from its files to the report. `settings` are those of its role."""
+        """Adds a group to the report if its model may differ from its files. `settings` are those of the role."""
         model = settings.model if isinstance(settings, JudgeConfig | ModelRoleConfig) else None
         if model is not None and not model.strict and "weight_differences" in get_registered_methods(group.cls):
             self._groups.append(group)
@@ -109,13 +110,13 @@ class PartialModels(RunObserver):
 
 
 class Protections(RunObserver):
-    """Finds the protections that the nodes of a run do not offer to reward functions and environments."""
+    """Finds the protections against user code (reward functions and environments) that the nodes of a run lack."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._groups: list[WorkerGroup] = []
         self.missing: dict[str, tuple[str, ...]] = {}
-        """Role -> names of the missing protections. Excludes roles that have all."""
+        """Role -> names of the missing protections. Excludes roles without a missing one."""
 
     def follow(self, group: WorkerGroup) -> None:
         """Adds a group whose workers run user code to the next report. Ignores other groups."""
@@ -130,7 +131,7 @@ class Protections(RunObserver):
         groups, self._groups = self._groups, []
         calls = {group.role: group.find_missing_protections.submit() for group in groups}
         for role, call in calls.items():
-            with suppress(ProcessLost):  # the workers of the replacement process lack the same
+            with suppress(ProcessLost):  # the replacement process lacks the same protections
                 self._report(role, dict(call.get()))
 
     def _report(self, role: str, missing_of: Mapping[str, tuple[str, ...]]) -> None:

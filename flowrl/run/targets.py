@@ -1,6 +1,6 @@
 """Targets of training on a policy's own responses: the best of several responses, and the distributions of a teacher.
 
-A teacher is a frozen model. The student, which is the policy, is compared with it.
+The teacher is a frozen model. The student is the policy, which is trained to match the teacher.
 """
 
 from collections.abc import Mapping
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 def select_best(batch: Batch, *, keep: int = 1, min_score: float | None = None) -> tuple[Batch, tuple[Logged, ...]]:
     """Returns the rows with the `keep` highest scores of each prompt, and metrics for `run.log`.
 
-    Waits for the scores. Of equal scores, the samples with the lower indices are selected. A response whose reward
+    Waits for the scores. Among equal scores, the samples with the lower indices are selected. A response whose reward
     failed is never selected.
 
     Args:
         batch: rows with the columns `scores` and `group`, and possibly `reward_failed`.
         keep: number of responses per prompt.
         min_score: responses with a lower score are not selected. None selects any score.
-    Returns: the selected rows, in their order, possibly none. The metrics are `reward_selected`, their mean score,
-        `selected_fraction`, their share of the batch, and, for the best response of each prompt, `kl_bound`.
+    Returns: the selected rows in the order of the batch, possibly none. The metrics are `reward_selected` (mean score
+        of the selected rows), `selected_fraction` (their share of the batch) and, only with `keep` 1 and without
+        `min_score`, `kl_bound` (`best_of_n_kl_bound`, averaged over prompts).
     """
     candidates = batch.rows((~batch.get(FAILED)).nonzero().flatten().numpy()) if FAILED in batch else batch
     groups_B = candidates.get("group")
@@ -53,10 +54,10 @@ def mean_score(table: TensorDict) -> dict[str, Metric]:
 
 
 def teacher_columns(batch: Batch, teacher: "ReferenceGroup", loss: DistillationLossConfig) -> Batch:
-    """Returns the batch with those values of the teacher that the loss reads. Does not block.
+    """Adds to a batch the teacher's values that the loss reads, and returns the batch. Does not block.
 
-    Adds `teacher_logprobs`, the log-probabilities of the tokens, or `topk_ids` and `teacher_topk_logprobs`, the
-    teacher's most likely tokens and their log-probabilities.
+    The columns are `teacher_logprobs` (log-probabilities of the response tokens), or `topk_ids` and
+    `teacher_topk_logprobs` (the teacher's most likely tokens and their log-probabilities).
     """
     inputs = distillation_losses.inputs(distillation_losses.load(loss.kind))
     if "teacher_logprobs" in inputs:
@@ -80,13 +81,13 @@ def evaluate_agreement(
     Args:
         actor: the student.
         teacher: the teacher.
-        rollout: generates with the newest weights that were sent.
-        reward: scores the responses with the reward for evaluations. None: they have no scores.
+        rollout: generates with the weights of the last weight sync.
+        reward: scores the responses with the reward for evaluations. None: no scores.
         prompts: prompts with the columns of `PromptStream`, or several named sets of prompts.
-        config: number of samples, and temperature. A mapping has those of each set (`config.evaluation_by_set`).
+        config: number of samples, and temperature. For named sets: name -> settings (`config.evaluation_by_set`).
 
-    Returns: `agreement`, the fraction of response tokens at which the most likely token of student and teacher is the
-        same, and `evaluation/response_length`. With a reward also `accuracy` and the other metrics of the scores
+    Returns: `agreement`, the fraction of response tokens at which student and teacher have the same most likely token,
+        and `evaluation/response_length`. With a reward also `accuracy` and the other metrics of the scores
         (`flowrl.run.evaluation.evaluate`). For named sets, the names end with `/NAME`.
     """
 
@@ -105,7 +106,7 @@ def evaluate_agreement(
 
 
 def _compare_top_tokens(topk_ids: Tensor, teacher_top_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the fraction of different tokens as the loss, each `[B, L]`. The inputs are `[B, L, 1]`."""
+    """Returns the loss (0 where both tokens are equal, otherwise 1) and `agreement` (1 - loss), each [B, L]."""
     agrees_BL = (topk_ids == teacher_top_ids)[..., 0].float()
     return 1 - agrees_BL, {"agreement": agrees_BL}
 

@@ -1,4 +1,4 @@
-"""Reports the batch sizes and the number of optimizer updates of a run, and warns if its learning rate is 0 or never
+"""Reports the batch sizes and the number of optimizer updates of a run, and warns if the learning rate is 0 or never
 reaches its peak.
 """
 

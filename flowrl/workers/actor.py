@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def add_entropies(contract: Contract, cls: type[Worker], arguments: Arguments, settings: object) -> Contract:
-    """Returns the contract of `logprobs`, for `register(resolve=...)`. With `entropy`, it has one more column."""
+    """Returns the contract of `logprobs`, for `register(resolve=...)`. With `entropy`, the call also writes
+    `entropies`.
+    """
     return replace(contract, writes=("logprobs", "entropies")) if arguments.get("entropy", False) else contract
 
 
@@ -42,10 +44,10 @@ def policy_columns(
 
     Args:
         engine: engine of a policy.
-        batch: rows. If the batch has the column `response_mask`, the results are 0 outside of it.
+        batch: rows. If the batch has the column `response_mask`, the results are 0 outside of this mask.
         temperature: divisor of the logits.
         entropy: whether to compute entropies.
-        without_adapter: whether to use the base model of an adapter.
+        without_adapter: whether to disable the adapter of the model.
     """
     outputs = Outputs(
         ("logprobs", "entropy") if entropy else ("logprobs",),
@@ -66,7 +68,8 @@ class Actor(TrainedWorker["ActorGroup"]):
     cast floating-point weights to `dtype`; None keeps the dtype.
 
     The settings select the loss: the policy loss of an `ActorConfig`, the preference loss of a `PreferenceActorConfig`,
-    or the distillation loss of a `StudentConfig`. With other settings, it is the cross-entropy of the response tokens.
+    or the distillation loss of a `StudentConfig`. With other settings, the loss is the cross-entropy of the response
+    tokens.
     """
 
     KIND = "policy"
@@ -121,7 +124,7 @@ class Actor(TrainedWorker["ActorGroup"]):
 
     @property
     def shared_model(self) -> SharedModel | None:
-        """The engine, if workers in this process can use its model."""
+        """The engine, if other workers in this process can use its model. Otherwise, None."""
         if not self.engine.capabilities.shares_weights:
             return None
         assert isinstance(self.engine, SharedModel), "an engine that shares weights has the methods of SharedModel"
@@ -129,7 +132,7 @@ class Actor(TrainedWorker["ActorGroup"]):
 
     @property
     def language_model(self) -> LanguageModel:
-        """The model, for workers in this process."""
+        """The model, which other workers in this process use."""
         assert self.shared_model is not None, "can_share_weights is true"
         return self.shared_model.language_model
 
@@ -146,12 +149,14 @@ class Actor(TrainedWorker["ActorGroup"]):
         return (self.shared_model is not None and self.shared_model.is_sharded) or self.config.lora is not None
 
     def can_replace_reference(self, model: ModelConfig, reference: Worker) -> bool:
-        """Returns whether this model, with its adapter disabled, can replace a reference worker in this process."""
+        """Returns whether this model with a disabled adapter can replace `model`, the model of a reference in this
+        process.
+        """
         shared = self.shared_model
         return (
             shared is not None
             and self.config.has_base(model)
-            # All ranks of a collective forward pass must call it at the same time.
+            # All ranks must run a collective forward pass at the same time.
             and (
                 not shared.has_collective_forward
                 or (reference.mesh == self.mesh and reference.context.role in self.context.aligned_roles)
@@ -191,7 +196,8 @@ class Actor(TrainedWorker["ActorGroup"]):
     ) -> WeightSamples:
         """Returns samples of the actor's weights. The rollout compares them with its weights of `version`.
 
-        With `num_subsets`, returns all columns of every `num_subsets`-th weight instead, starting at weight `subset`.
+        With `num_subsets`, returns complete weights instead of samples: every `num_subsets`-th weight, starting at
+        `subset`.
         """
         return self.engine.weight_samples(version, subset=subset, num_subsets=num_subsets, dtype=_dtype(dtype))
 
@@ -205,8 +211,8 @@ class Actor(TrainedWorker["ActorGroup"]):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
     def begin_sharing(self) -> None:
-        """Releases the device memory of this process except for the weights, so that the rollout's weights fit beside
-        them.
+        """Releases the device memory of this process except for its weights, so that the rollout's weights also fit on
+        the device.
         """
         self.offload(keep_weights=True)
         release_unused_memory()
@@ -230,9 +236,9 @@ class Actor(TrainedWorker["ActorGroup"]):
     @register(Dispatch.RANK_ZERO, memory=())
     def open_transfer_group(self, num_receivers: int, all_send: bool) -> TransferGroup:
         """Returns the rendezvous of a broadcast to `num_receivers` devices. With `all_send`, each rank that can export
-        a part of the weights sends it. Otherwise, rank 0 sends all weights.
+        a part of the weights sends its part. Otherwise, rank 0 sends all weights.
 
-        Listens on the port until `join_transfer_group`, so that no other process can take it.
+        Listens on the port until `join_transfer_group`, so that no other process can take the port.
         """
         self._listener: socket.socket | None = socket.create_server((self.context.address, 0))
         num_senders = self.engine.weight_part[1] if all_send and isinstance(self.engine, PartExport) else 1

@@ -64,7 +64,8 @@ class ActorGroup(TypedGroup):
     ) -> WeightSamples:
         """Returns samples of the actor's weights. The rollout compares them with its weights of `version`.
 
-        With `num_subsets`, returns all columns of every `num_subsets`-th weight instead, starting at weight `subset`.
+        With `num_subsets`, returns complete weights instead of samples: every `num_subsets`-th weight, starting at
+        `subset`.
         """
 
     @nonblocking
@@ -80,8 +81,8 @@ class ActorGroup(TypedGroup):
 
     @nonblocking
     def begin_sharing(self) -> list[None]:
-        """Releases the device memory of this process except for the weights, so that the rollout's weights fit beside
-        them.
+        """Releases the device memory of this process except for its weights, so that the rollout's weights also fit on
+        the device.
         """
 
     @nonblocking
@@ -105,9 +106,9 @@ class ActorGroup(TypedGroup):
     @blocking
     def open_transfer_group(self, num_receivers: OrFuture[int], all_send: OrFuture[bool]) -> TransferGroup:
         """Returns the rendezvous of a broadcast to `num_receivers` devices. With `all_send`, each rank that can export
-        a part of the weights sends it. Otherwise, rank 0 sends all weights.
+        a part of the weights sends its part. Otherwise, rank 0 sends all weights.
 
-        Listens on the port until `join_transfer_group`, so that no other process can take it.
+        Listens on the port until `join_transfer_group`, so that no other process can take the port.
         """
 
     @nonblocking
@@ -275,8 +276,8 @@ class JudgeGroup(TypedGroup):
     def score(self, batch: Batch) -> Batch:
         """Returns one score per row, `[B]`.
 
-        `failed` is true for a row without a valid verdict, and its score is 0. This includes rows whose prompt is too
-        long for the model: no response is judged in part. `judgment` is the text of the verdicts.
+        For a row without a valid verdict, `failed` is true and the score is 0. A row also fails if its prompt is too
+        long for the model, because no response is judged in part. `judgment` is the text of the verdicts.
         """
 
 class ReferenceGroup(TypedGroup):
@@ -291,7 +292,7 @@ class ReferenceGroup(TypedGroup):
         """Returns the log-probability `[T]` of each token under the reference model.
 
         If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. A token for which
-        the model has no embedding gets `UNKNOWN_LOGPROB`, and later tokens are conditioned on token 0 instead.
+        the model has no embedding gets `UNKNOWN_LOGPROB`, and later tokens are conditioned on token 0 in its place.
         """
 
     @batched

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from flowrl.workers.groups import JudgeGroup
 
 _SEED = 0x4A55_4447 << 32
-"""Added to the seed, so that the random numbers of verdicts differ from those of responses."""
+"""Value that is added to the seed, so that the random numbers of verdicts differ from those of responses."""
 
 _MAX_SAMPLES = 2**20
-"""Larger than the number of samples of a prompt. Two sample indices are combined to one number."""
+"""Upper bound of the number of samples of a prompt. Used to combine two sample indices to one number."""
 
 Columns = Mapping[str, Any]
 """Row columns of one response, by name."""
@@ -44,12 +44,14 @@ class _Judgment:
     """Verdict on one prompt."""
 
     score: float | None
-    """None if the prompt is too long, or if the text has no verdict."""
+    """Score of the verdict. None if the prompt is too long, or if the text has no verdict."""
     text: str
 
 
 def group_compared_rows(contract: Contract, cls: type[Worker], arguments: Arguments, config: JudgeConfig) -> Contract:
-    """Returns the contract of `score`, for `register(resolve=...)`. Compared rows must be on the same rank."""
+    """Returns the contract of `score`, for `register(resolve=...)`. If responses to a prompt are compared with each
+    other, the rows of a prompt are sent to the same rank.
+    """
     is_grouped = config.kind == "pairwise" and config.compare_with is None
     return replace(contract, groups="prompt_id") if is_grouped else contract
 
@@ -108,8 +110,8 @@ class Judge(Worker["JudgeGroup"]):
     def score(self, batch: TensorDict) -> TensorDict:
         """Returns one score per row, `[B]`.
 
-        `failed` is true for a row without a valid verdict, and its score is 0. This includes rows whose prompt is too
-        long for the model: no response is judged in part. `judgment` is the text of the verdicts.
+        For a row without a valid verdict, `failed` is true and the score is 0. A row also fails if its prompt is too
+        long for the model, because no response is judged in part. `judgment` is the text of the verdicts.
         """
         rows = list(_iterate_rows(batch))
         judgments = self._compare(rows) if self._config.kind == "pairwise" else self._rate(rows)
@@ -121,7 +123,7 @@ class Judge(Worker["JudgeGroup"]):
         return self._generate(rows, [(row["prompt_id"], row["sample"]) for row in rows])
 
     def _compare(self, rows: Sequence[Columns]) -> list[_Judgment]:
-        """Returns the share of wins of each row. Both orders of a pair are judged."""
+        """Returns a judgment per row, whose score is the share of wins. The model judges both orders of a pair."""
         config, comparisons = self._config, self._find_comparisons(rows)
         prompts: list[Columns] = []
         keys: list[tuple[int, int]] = []
@@ -161,7 +163,9 @@ class Judge(Worker["JudgeGroup"]):
         return comparisons
 
     def _generate(self, rows: Sequence[Columns], keys: Sequence[tuple[int, int]]) -> list[_Judgment]:
-        """Returns the judgment on each row's prompt. Each prompt has a different key."""
+        """Returns the judgment on each row's prompt. `keys` has a different key for each prompt, which selects its
+        random numbers.
+        """
         if not rows:
             return []
         prompt_ids, indices = torch.tensor(keys, dtype=torch.int64).unbind(-1)

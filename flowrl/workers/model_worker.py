@@ -70,7 +70,8 @@ def start_engine(worker: "ModelWorker", kind: ModelKind, config: ModelRoleConfig
 def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
     """Returns whether the ranks must run a forward pass together, because they share weights or rows.
 
-    True for sharded weights on one rank, because FSDP2 needs a process group, and for a user's engine on several ranks.
+    Also true for sharded weights on one rank, because FSDP2 needs a process group, and for a user-defined engine on
+    several ranks.
     """
     if engine.kind != DEFAULT_TRAIN_ENGINE:
         return mesh.size > 1
@@ -85,13 +86,13 @@ def model_differences(kind: ModelKind, model: ModelConfig | None, *, has_fresh_h
 
 
 class ModelWorker(Worker[GroupType]):
-    """Worker with a training engine. The constructor of the subclass must store it as `engine`."""
+    """Worker with a training engine. The constructor of the subclass must store the engine as `engine`."""
 
     engine: TrainEngine
     offloads_when_idle = False
     """Whether the engine moves its state to the CPU while other roles use its device."""
     loaded: tuple[ModelKind, ModelRoleConfig] | None = None
-    """Kind and settings of the model that `start_engine` has loaded. None if the worker uses another role's model."""
+    """Kind and settings of the model that `start_engine` loaded. None if the worker uses another worker's model."""
 
     @register(Dispatch.RANK_ZERO, memory=())
     def weight_differences(self) -> WeightDifferences:
@@ -127,7 +128,9 @@ class ModelWorker(Worker[GroupType]):
 
 
 class LossSettings:
-    """Facts about a role on which its calls with a loss depend. They are computed once per group and per worker."""
+    """The loss of a role's settings, and the loss inputs that its engine computes. Each is computed once per group and
+    per worker.
+    """
 
     def __init__(self, cls: "type[TrainedWorker]", config: Any) -> None:  # Any: the config class of the role
         self._cls, self._config = cls, config
@@ -139,7 +142,7 @@ class LossSettings:
 
     @cached_property
     def computed(self) -> tuple[str, ...]:
-        """Inputs of a loss that the engine of the role computes."""
+        """Loss inputs that the engine of the role computes."""
         known = self._config.engine.capabilities.outputs
         return tuple(name for name in self._cls.COMPUTED if name in known)
 
@@ -147,8 +150,8 @@ class LossSettings:
 def resolve_loss(
     contract: Contract, cls: "type[TrainedWorker]", arguments: Arguments, settings: LossSettings
 ) -> Contract:
-    """Returns the contract of a call with a loss, for `register(resolve=...)`. Its columns and groups are those of the
-    loss.
+    """Returns the contract of a call with a loss, for `register(resolve=...)`. The loss determines the columns and the
+    row groups.
 
     Args:
         contract: contract of the method. The columns in its `reads` are sent in addition.
@@ -186,7 +189,7 @@ class TrainedWorker(ModelWorker[GroupType]):
     """Outputs of the model that a loss may read (`flowrl.engines.train.base.Outputs`)."""
 
     READS_IF_PRESENT: ClassVar[tuple[str, ...]] = ()
-    """Columns that a call with a loss reads besides those of the loss, if the batch has them."""
+    """Columns that a call with a loss reads in addition to the columns of the loss, if the batch has them."""
 
     temperature = 1.0
     """Divisor of the logits."""
@@ -198,7 +201,7 @@ class TrainedWorker(ModelWorker[GroupType]):
         self.engine = start_engine(self, self.KIND, config)
         self._settings = self.call_settings(config)
         self._bound: dict[tuple[tuple[str, torch.dtype], ...], BoundLoss] = {}
-        """The loss of the settings, bound to the token columns of a batch."""
+        """(name, dtype) of the token columns -> the loss of the settings, bound to these columns."""
 
     @classmethod
     def configured_loss(cls, config: Any) -> Loss:  # Any: as above
@@ -298,7 +301,7 @@ class TrainedWorker(ModelWorker[GroupType]):
                 write_model(self.KIND, files, shapes, weights, tokenizer, folder, config)
 
     def description(self) -> dict[str, bytes]:
-        """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""
+        """Returns name -> contents of the files that `flowrl export` needs besides weights. Empty except on rank 0."""
         return self._description if self.rank == 0 else {}
 
     @cached_property

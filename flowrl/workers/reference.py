@@ -1,4 +1,4 @@
-"""Worker of the frozen reference policy, to which the KL divergence is measured."""
+"""Worker of the frozen reference policy, from which the KL divergence is measured."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ class Reference(ModelWorker["ReferenceGroup"]):
         """Returns the log-probability `[T]` of each token under the reference model.
 
         If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. A token for which
-        the model has no embedding gets `UNKNOWN_LOGPROB`, and later tokens are conditioned on token 0 instead.
+        the model has no embedding gets `UNKNOWN_LOGPROB`, and later tokens are conditioned on token 0 in its place.
         """
         known, is_unknown_T = self._replace_unknown(batch)
         values_T = self._logprobs(known).masked_fill(is_unknown_T, UNKNOWN_LOGPROB)
@@ -150,9 +150,9 @@ class Reference(ModelWorker["ReferenceGroup"]):
     def _replace_unknown(self, batch: TensorDict) -> tuple[TensorDict, torch.Tensor]:
         """Returns the batch with token 0 in place of tokens for which the model has no embedding.
 
-        Also returns the mask [T] of those among them that have a log-probability: tokens of `response_mask`, if the
-        batch has this column, except the first token of each row. A student may sample one of its unused embeddings,
-        which the teacher does not have.
+        Also returns the mask [T] of the replaced tokens that have a log-probability. The mask excludes the first token
+        of each row, and tokens outside `response_mask` if the batch has this column. Unknown tokens occur because a
+        student may sample an unused embedding that the teacher lacks.
         """
         ids_T, lengths_B = batch["tokens", "input_ids"], lengths(batch)
         is_unknown_T = ids_T >= self._num_embeddings

@@ -96,8 +96,8 @@ class Hosts:
         # Each cluster has its own token, because the token allows running code on every host.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         forwarded = {name: os.environ[name] for name in os.environ if name.startswith(_FORWARDED)}
-        # Workers get the driver's niceness. With Ray's default of 15, other programs would starve them. Task events
-        # would let the memory of Ray's head process grow with every call.
+        # Workers get the driver's niceness, because other programs would starve them with Ray's default of 15. Task
+        # events are off, because they let the memory of Ray's head process grow with every call.
         settings = {"RAY_worker_niceness": str(os.nice(0)), "RAY_task_events_report_interval_ms": "0"}
         self._node_environment = token | forwarded | settings
         self.environment = os.environ | token
@@ -199,7 +199,7 @@ class Hosts:
 def run(command: Sequence[str], hosts: Hosts) -> int:
     """Runs the command, forwards SIGINT and SIGTERM to it, and returns its exit code."""
     try:
-        # A new session, so that Ctrl-C reaches the program only once, from here.
+        # A new session, so that Ctrl-C reaches the program only once, through `forward`.
         program = subprocess.Popen(command, env=hosts.environment, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         raise UserError(f"cannot run the command {command[0]}: {error}") from None

@@ -19,7 +19,7 @@ _END_TIMEOUT_S = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when standard input ends. If Ray ends first, returns 1 and keeps Ray's logs."""
+    """Runs the node until standard input ends, and returns 0. If Ray ends first, returns 1 and keeps Ray's logs."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="folder of Ray's session")
     parser.add_argument("--ip", help="address of this host; default: Ray's choice")
@@ -60,7 +60,9 @@ def _run_node(command: Sequence[str], environment: Mapping[str, str], folder: Pa
 
 
 def _end(ray: "subprocess.Popen[bytes]") -> None:
-    """Terminates `ray start`, which then stops its processes. After a timeout, kills the process group."""
+    """Terminates `ray start`, which then stops its processes. When it has ended, or after a timeout, kills the process
+    group.
+    """
     ray.terminate()
     with suppress(subprocess.TimeoutExpired):
         ray.wait(_END_TIMEOUT_S)

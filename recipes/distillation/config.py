@@ -14,7 +14,7 @@ class DistillationConfig(RolloutRunConfig):
     """The student, which generates the responses and is trained to agree with the teacher."""
 
     teacher: ReferenceConfig
-    """The teacher. Its tokenizer must have the same tokens as that of the student."""
+    """The teacher. Its tokenizer must have the same tokens as the tokenizer of the student."""
 
     reward: RewardConfig | None = None
     """The reward that measures the student's responses. The student is not trained on it. Null measures only the

@@ -40,7 +40,7 @@ def train(config: DistillationConfig, start: StartRun = Run) -> Summary:
             run.log(measure_batch(batch))
             run.save_rollouts(batch)
 
-            # 2. Compute the teacher's log-probabilities of the student's tokens, or of its own most likely tokens.
+            # 2. Compute the teacher's log-probabilities of the student's tokens, or the teacher's most likely tokens.
             batch = teacher_columns(batch, teacher, config.actor.loss)
 
             # 3. Reduce the KL between student and teacher.

@@ -19,8 +19,8 @@ class DPOConfig(EpochConfig):
     """The policy that is trained, and its loss."""
 
     reference: ReferenceConfig | None = Field(default=None, validate_default=True)
-    """The model with which the loss compares the policy. Null uses the actor's initial model. It is not loaded if the
-    loss has no reference.
+    """The model with which the loss compares the policy. Null uses the actor's initial model. If the loss has no
+    reference, the model is not loaded.
     """
 
     reference_logprobs: Literal["auto", "stored", "live"] = "auto"
@@ -52,7 +52,7 @@ class DPOConfig(EpochConfig):
 
     @property
     def precomputed_roles(self) -> tuple[str, ...]:
-        """`reference`, if its log-probabilities are stored for any number of pairs."""
+        """(`reference`,) if the reference's log-probabilities are stored for any number of pairs. Otherwise, empty."""
         has_passes = self.epochs is not None and self.epochs > 1
         is_stored = self.reference_logprobs == "stored" or (self.reference_logprobs == "auto" and has_passes)
         return ("reference",) if is_stored and self.actor.loss.IS_PAIRED else ()

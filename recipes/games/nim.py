@@ -27,7 +27,9 @@ _PILE = re.compile(r"pile [0-9]+: ([0-9]+)")
 
 
 class Nim(TextArenaEnvironment):
-    """A game from the piles of the row. The policy reads only the piles, such as `7 4`. Illegal moves lose."""
+    """A game that starts with the piles of the row. The policy reads only the piles, such as `7 4`. An illegal move
+    loses.
+    """
 
     def __init__(self, opponent: str = "recipes.games.nim:opponent") -> None:
         super().__init__("Nim-v0", opponent, max_illegal_moves=0, loss=0.0)
@@ -50,12 +52,12 @@ def read_piles(observation: str) -> list[int]:
 
 
 def show(piles: Sequence[int]) -> str:
-    """Returns the observation of the policy."""
+    """Returns the piles as the text that the policy reads, such as `7 4`."""
     return " ".join(map(str, piles))
 
 
 def opponent(observation: str, rng: random.Random) -> str:
-    """Returns the move of the opponent: half of them are perfect, and the others random."""
+    """Returns the move of the opponent, which is perfect with probability `OPPONENT_SKILL` and otherwise random."""
     piles = read_piles(observation)
     perfect = perfect_moves(piles)
     pile, quantity = rng.choice(perfect if perfect and rng.random() < OPPONENT_SKILL else moves(piles))

@@ -34,8 +34,8 @@ def train(config: GRPOConfig, start: StartRun = Run) -> Summary:
             # The batch has responses and scores. The functions of `reward` score a response while others are generated,
             # and its models score all responses afterwards.
 
-            # 1. Compute log-probabilities. The first pass is omitted if a step has one update, or if the rollout's
-            #    values are exact.
+            # 1. Compute log-probabilities. `actor.logprobs` is omitted if a step has one update, or if the rollout's
+            #    log-probabilities are exact.
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
             if reference:

@@ -28,7 +28,9 @@ def prepare(output: Path, seed: int) -> bool:
 
 
 def save_mixture(folder: Path, seed: int) -> None:
-    """Saves an untrained Qwen3-MoE model with 530,000 parameters, initialized from the seed. A token uses 240,000."""
+    """Saves an untrained Qwen3-MoE model with 530,000 parameters, initialized from the seed. A token uses 240,000 of
+    them.
+    """
     config = Qwen3MoeConfig(
         vocab_size=len(SPECIAL) + len(CHARACTERS),
         hidden_size=128,

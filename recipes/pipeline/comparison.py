@@ -36,7 +36,8 @@ def compare(pipeline: PipelineConfig, measures: Measures, checkpoints: Mapping[s
 
     `policies` has the columns of the table for each policy; `NAME_error` is half the width of a 95 % confidence
     interval. `sft` and `reward_model` have the held-out results of these stages. `ppo_checkpoints` has the measures of
-    the checkpoints of both PPO stages (`checkpoints`), and `equal_reward` the perplexity of both at the same reward.
+    the checkpoints of both PPO stages (`checkpoints`). `equal_reward` has the perplexity of both stages at the same
+    reward.
     """
     size, baseline = pipeline.num_samples, measures["sft"]["scores"]
     policies = {}
@@ -45,7 +46,7 @@ def compare(pipeline: PipelineConfig, measures: Measures, checkpoints: Mapping[s
         if policy != "sft":
             row["win_rate"], row["win_rate_error"] = win_rate(values["scores"], baseline, size)
         for name, key in MEANS.items():
-            # Stories with the same prompt depend on each other, so the error is that of the means of the prompts.
+            # Stories with the same prompt depend on each other, so the error is computed from one mean per prompt.
             groups = [values[key][start : start + size] for start in range(0, len(values[key]), size)]
             row[name], row[f"{name}_error"] = mean_with_error([sum(group) / len(group) for group in groups])
         policies[policy] = row | {"perplexity": values["perplexity"], "aspects": dict(values["aspects"])}
@@ -68,7 +69,7 @@ def compare(pipeline: PipelineConfig, measures: Measures, checkpoints: Mapping[s
 
 
 def compare_at_equal_reward(curves: Mapping[str, Sequence[Row]]) -> dict[str, float]:
-    """Returns the highest reward that all runs reach, and the perplexity of each run where it first reaches it.
+    """Returns the highest reward that all runs reach, and the perplexity of each run when it first has this reward.
 
     Args:
         curves: measures of the checkpoints of each run, with `reward` and `perplexity`. Between two checkpoints both
@@ -93,7 +94,7 @@ def _read(path: Path) -> Summary:
 
 
 def read_curve(run_folder: Path) -> list[tuple[float, float]]:
-    """Returns KL to the SFT model, in nats per story, and mean reward of each step of a PPO run."""
+    """Returns (KL to the SFT model in nats per story, mean reward) of each step of a PPO run."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [(line["kl"] * line["response_length"], line["reward"]) for line in lines if "kl" in line]
 

@@ -16,11 +16,13 @@ from recipes.sft.config import SFTConfig
 FOLDER = Path(__file__).parent
 
 MAX_STORY_TOKENS, MAX_TOKENS = 80, 112
-"""Limits of a generated story, and of a prompt with a story, as in the YAML files of the stages."""
+"""Limits of a generated story, and of a prompt with a story, in tokens, as in the YAML files of the stages."""
 
 
 class PipelineConfig(Config):
-    """Settings of the pipeline (recipes/pipeline/run.py). Settings of a stage begin with its name: `ppo.steps=40`."""
+    """Settings of the pipeline (recipes/pipeline/run.py). Settings of a stage begin with its name, as in
+    `ppo.steps=40`.
+    """
 
     output: FilePath = Path("runs/pipeline")
     """Folder with the results of all stages. A finished stage in this folder is not repeated."""
@@ -29,16 +31,16 @@ class PipelineConfig(Config):
     """Seed of the stories, the initial weights, and all stages."""
 
     num_stories: PositiveInt = 5_000
-    """Stories for SFT, and for ptx."""
+    """Number of stories for SFT and for ptx."""
 
     num_pairs: PositiveInt = 6_000
-    """Prompts for which the SFT model tells two stories, which become a pair. PPO generates stories for them, too."""
+    """Number of prompts for which the SFT model tells two stories, which form a pair. PPO uses the same prompts."""
 
     num_held_out: PositiveInt = 300
-    """Held-out stories, pairs and prompts."""
+    """Number of held-out prompts for evaluations of SFT, the reward model and DPO, and for the comparison."""
 
     num_samples: PositiveInt = 2
-    """Stories per held-out prompt in the comparison of the policies."""
+    """Number of stories per held-out prompt in the comparison of the policies."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "PipelineConfig":
@@ -78,7 +80,7 @@ POLICIES = ("sft", "ppo", "ppo_without_ptx", "dpo")
 
 
 def read_settings(words: Sequence[str]) -> tuple[PipelineConfig, dict[str, EpochConfig | OnPolicyConfig]]:
-    """Returns the settings of the pipeline and of each stage. Raises ConfigError."""
+    """Returns the settings of the pipeline and of each stage. Raises ConfigError if a setting is invalid."""
     own: list[str] = []
     of_stage: dict[str, list[str]] = {name: [] for name in STAGES}
     for word in words:
@@ -101,7 +103,7 @@ def read_settings(words: Sequence[str]) -> tuple[PipelineConfig, dict[str, Epoch
 
 
 def _inputs(pipeline: PipelineConfig) -> dict[str, list[str]]:
-    """Returns the settings that connect the stages: each stage reads the outputs of earlier ones."""
+    """Returns the settings that connect the stages: each stage reads the outputs of earlier stages."""
     output, data = pipeline.output, pipeline.output / "data"
     sft, pairs = output / "sft" / "model", output / "pairs"
     trained_pairs = [f"data.train={pairs}/train.jsonl", f"data.test={pairs}/test.jsonl"]

@@ -1,6 +1,6 @@
 """The true preference: a hidden score of stories, and labels of pairs that follow it with noise.
 
-Only the labels and the final comparison use it. No stage of training receives the score.
+Only the labels and the final comparison use the score. No training stage receives it.
 """
 
 import math
@@ -99,8 +99,8 @@ def win_rate(first: Sequence[float], second: Sequence[float], num_samples: int) 
         first: hidden scores, `num_samples` adjacent stories per prompt.
         second: hidden scores of the other policy for the same prompts. Each story is compared with all stories of the
             other policy for the same prompt.
-        num_samples: stories per prompt. Comparisons with the same prompt depend on each other, so the error is that of
-            the means of the prompts.
+        num_samples: stories per prompt. Comparisons with the same prompt depend on each other, so the error is computed
+            from one mean per prompt.
     """
     means = []
     for start in range(0, len(first), num_samples):
@@ -113,7 +113,7 @@ def win_rate(first: Sequence[float], second: Sequence[float], num_samples: int) 
 def mean_with_error(values: Sequence[float]) -> tuple[float, float]:
     """Returns the mean of independent values, and half the width of its 95 % confidence interval.
 
-    The interval is the normal approximation, 1.96 standard errors.
+    The interval is the normal approximation, 1.96 standard errors. For a single value, it is infinite.
     """
     mean = sum(values) / len(values)
     if len(values) < 2:

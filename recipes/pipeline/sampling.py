@@ -28,10 +28,10 @@ from recipes.pipeline.stories import Prompt
 from recipes.quickstart.prepare import write_lines
 
 NUM_SHOWN = 20
-"""Stories that are saved with the measures of a policy."""
+"""Number of stories that are saved with the measures of a policy."""
 
 MEANS = {"true_score": "scores", "reward": "rewards", "kl": "log_ratios"}
-"""Column of the comparison -> measure of which it is the mean."""
+"""Column of the comparison -> measure whose mean is in this column."""
 
 Row = dict
 
@@ -63,7 +63,7 @@ def write_pairs(pipeline: PipelineConfig) -> None:
 
 
 def label(prompt: str, first: str, second: str, generator: random.Random) -> Row | None:
-    """Returns a pair with a label that the true preference draws. None if a story is empty or the stories are equal."""
+    """Returns a pair, labeled by a draw from the true preference. None if a story is empty or the stories are equal."""
     subject, texts = Prompt.parse(prompt), [first, second]
     if not first.strip() or not second.strip() or first == second:
         return None
@@ -129,7 +129,7 @@ def measure_model(pipeline: PipelineConfig, model: ModelConfig, *, num_samples: 
 
     `scores` (hidden scores), `rewards` (of the reward model) and `log_ratios` (to the SFT model; their mean is the KL)
     have one value per story. Stories with the same prompt are adjacent. `aspects` has the mean of each aspect, and
-    `perplexity` is that of the held-out stories.
+    `perplexity` is the perplexity of the held-out stories.
     """
     with _open_cluster(("rollout", "policy", "sft", "reward")) as cluster:
         batch = _generate_stories(cluster, pipeline, model, "prompts_test.jsonl", num_samples=num_samples, seed=seed)

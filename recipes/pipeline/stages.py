@@ -1,4 +1,4 @@
-"""Runs all stages in order, and skips those that are finished."""
+"""Runs all stages in order, and skips finished stages."""
 
 import json
 import time
@@ -93,7 +93,7 @@ def _flatten(settings: dict, prefix: str = "") -> dict[str, object]:
 
 
 class Clock:
-    """Seconds of each stage, also of earlier starts of the program."""
+    """Measures the total seconds of each stage over all starts of the program."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,7 +101,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the duration of the block to that of the stage."""
+        """Adds the duration of the block to the seconds of the stage."""
         started_s = time.monotonic()
         try:
             yield

@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Problem:
-    """What happens to the object, and how an animal solves it. Both are texts with `{thing}`."""
+    """A problem with the object (`event`), and its solution by an animal. Both texts contain `{thing}`."""
 
     event: str
     solution: str

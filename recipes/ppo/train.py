@@ -38,7 +38,7 @@ def train(config: PPOConfig, start: StartRun = Run) -> Summary:
             # and its models score all responses afterwards.
 
             # 1. Compute log-probabilities and values. Calls return at once, and each waits only for the columns that it
-            #    reads. The first pass is omitted if a step has one update, or if the rollout's values are exact.
+            #    reads. The first is omitted with one update per step, or with exact log-probabilities of the rollout.
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
             if reference:

@@ -150,8 +150,8 @@ def run_prepare(
         recipe: name of the recipe.
         description: one sentence for `--help`.
         seeded: the random parts of the folder, for `--help`.
-        prepare: creates a folder from a seed, and returns whether it did not exist.
-        arguments: words of the command line. None: those of the process.
+        prepare: creates a folder from a seed. Returns False if the folder already exists.
+        arguments: words of the command line. None uses the arguments of the process.
     """
     parser = CommandParser(prog=f"python -m recipes.{recipe}.prepare", description=description)
     parser.add_argument("--output", type=Path, required=True, help="folder to create")

@@ -13,7 +13,9 @@ class RejectionSamplingConfig(RolloutRunConfig):
     """Responses per prompt, N, usually 4 to 64. A step uses batch_size / samples_per_prompt prompts."""
 
     keep: PositiveInt = 1
-    """Responses per prompt on which the policy is trained: those with the highest scores."""
+    """Number of responses per prompt on which the policy is trained. The responses with the highest scores are
+    selected.
+    """
 
     min_score: float | None = None
     """Smallest score of a response on which the policy is trained. A prompt may then have fewer than `keep` such

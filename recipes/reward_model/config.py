@@ -13,7 +13,7 @@ class AcceptanceConfig(Config):
 
     min_accuracy: float = Field(default=0.6, ge=0, lt=1)
     """The fraction of pairs whose chosen response has the higher score must exceed this value. In addition, the mean
-    score of the chosen responses must exceed that of the rejected responses.
+    score of the chosen responses must exceed the mean score of the rejected responses.
     """
 
     on_failure: Literal["warn", "fail"] = "warn"

@@ -11,7 +11,7 @@ from flowrl.report.rollout_log import Kind, MissingStepError, RolloutLogError, R
 from flowrl.report.token_values import METRICS, ColorScale, available_metrics, color_scale, token_values
 
 MAX_ROWS = 20_000
-"""Largest number of rows of a run. If a run has more, the report has only the rows of evenly spaced steps."""
+"""Largest number of rows per run in the report. If a run has more, the report has only rows of evenly spaced steps."""
 
 MAX_CHARACTERS = 30_000_000
 """Largest number of characters of a run's texts: prompts, responses, segments, answers and causes of failed rewards.
@@ -20,7 +20,8 @@ Longer texts are truncated.
 """
 
 MAX_TOKENS = 400_000
-"""Largest number of tokens with values of a run. If a run has more, only evenly spaced rows have values per token."""
+"""Largest number of tokens per run with values in the report. If a run has more, only evenly spaced rows have values.
+"""
 
 _NUMBERS = (
     "step",
@@ -45,7 +46,7 @@ Segments = Sequence[tuple[str, str]]
 def completion_data(
     folder: Path, *, row_limit: int = MAX_ROWS, max_characters: int = MAX_CHARACTERS, max_tokens: int = MAX_TOKENS
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the rows saved in `folder` (`RunFolder.rollouts`), and the tokens of those rows that have them.
+    """Returns the rows saved in `folder` (`RunFolder.rollouts`), and the tokens of the rows that have values per token.
 
     Rows are returned as columns of equal length. A repeated text or name is stored once, and columns have its index.
     Tokens map the index of a row to its values per token. Raises UserError if a file is corrupt.
@@ -105,7 +106,7 @@ def _columns(rows: Sequence[Row], segments: Sequence[Segments], limit: int) -> d
 
 
 def _texts(row: Row, segments: Segments) -> list[str]:
-    """Returns all texts of a row with these segments that the report contains, except those per token."""
+    """Returns the texts of a row that are in the report, including its segments, but not the texts of tokens."""
     texts = [str(row[name]) for name in ("prompt", "response", "answer") if row[name] is not None]
     texts += [text for _, text in segments]
     return [*texts, *(row["reward_failures"] or {}).values()]
@@ -128,7 +129,9 @@ def _short(value: Any) -> Any:  # Any: a value of JSON
 
 
 def _tokens(rows: Sequence[Row], max_tokens: int) -> dict[int, dict[str, Any]]:
-    """Returns the tokens of rows that have them, by the index of the row: texts, and values and scale per metric."""
+    """Returns index of a row -> its tokens: their texts, and the values and color scale of each metric. Omits rows
+    without values per token, and rows that exceed `max_tokens`.
+    """
     indices = [i for i, row in enumerate(rows) if row.get("tokens")]
     kept = [indices[k] for k in evenly_kept([len(rows[i]["tokens"]["text"]) for i in indices], max_tokens)]
     scales = {}
@@ -139,7 +142,7 @@ def _tokens(rows: Sequence[Row], max_tokens: int) -> dict[int, dict[str, Any]]:
 
 
 _COMMON_SCALES = ("advantage", "version")
-"""Metrics with one color scale for all rows. They are often the same for all tokens of a row."""
+"""Metrics with one color scale for all rows, because their values are often equal for all tokens of a row."""
 
 
 def _row_tokens(row: Row, scales: Mapping[str, ColorScale]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ MAX_BUCKETS = 1_500
 def curve_data(records: Sequence[Record], max_buckets: int = MAX_BUCKETS) -> dict[str, Any]:
     """Returns the curves of all metrics.
 
-    `groups` has an entry per set of steps at which metrics exist. An entry has the x values `step`, `time` (seconds)
-    and `tokens` (response tokens since the start), and `metrics` with a list per metric. If a point stands for several
-    steps, the lists are means, and `low` and `high` have the smallest and the largest values.
+    Metrics that have values at the same steps share an entry of `groups`. An entry has the x values `step`, `time`
+    (seconds) and `tokens` (response tokens since the start), and `metrics` with a list per metric. If a point stands
+    for several steps, the lists are means, and `low` and `high` have the smallest and the largest values.
     """
     steps = np.array([record["step"] for record in records], dtype=float)
     elapsed = _column(records, "elapsed_s")

@@ -33,8 +33,8 @@ def envelope(values: np.ndarray, starts: np.ndarray) -> Envelope:
 
 
 def longest_fitting(lengths: Sequence[int], budget: int) -> int:
-    """Returns the largest number n for which texts have at most `budget` characters in total if each is truncated to n
-    characters. `lengths` has the number of characters of each text.
+    """Returns the largest n for which all texts, truncated to n characters, have at most `budget` characters in total.
+    `lengths` has the number of characters of each text.
 
     The result is at least 0, and at most the longest length.
     """

@@ -64,8 +64,8 @@ def run_data(
 
 
 def find_profiles(folder: Path, page_folder: Path) -> list[dict[str, str]]:
-    """Returns the name of each profile of a run, such as `step 10: actor-0/001-update.json.gz`, and its path, which is
-    relative to the folder of the page.
+    """Returns the name of each profile of a run, such as `step 10: actor-0/001-update.json.gz`, and its path relative
+    to `page_folder`, the folder of the page.
     """
     profiles = RunFolder(folder).profiles
     files = sorted(profiles.glob("step-*/*/*.json.gz"))
@@ -109,7 +109,9 @@ def _status(folder: Path, summary: Mapping[str, Any] | None) -> str:
 
 
 def _roles(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the name, pool and model of each role of the placement that the recipe has settings for."""
+    """Returns name, pool, model and engine of the roles of the placement. Omits roles for which the config has no
+    settings.
+    """
     placed = (settings.get("placement") or {}).get("roles") or {}
     roles = []
     for name, placement in placed.items():
@@ -126,9 +128,10 @@ def _roles(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Returns the first and the last value of each metric of an evaluation, with their steps and intervals.
 
-    The interval of `accuracy` is `evaluation/accuracy_low` to `evaluation/accuracy_high`; for the set NAME,
-    `accuracy/NAME` and `evaluation/accuracy_low/NAME`. It is None if the run has not logged it. `has_failures` is
-    true if rewards failed in one of the two evaluations. Their values are then means over different responses.
+    The interval of `accuracy` is `evaluation/accuracy_low` to `evaluation/accuracy_high`. For the set NAME, the
+    interval of `accuracy/NAME` begins at `evaluation/accuracy_low/NAME`. An interval that the run has not logged is
+    None. `has_failures` is true if rewards failed in one of the two evaluations. The two values are then means over
+    different responses.
     """
     names = dict.fromkeys(name for record in records for name in record if name.startswith(_EVALUATED))
     bounds = {bound for name in names for bound in _interval_names(name)}
@@ -157,7 +160,8 @@ def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
 def _value(record: Record, name: str) -> float:
     """Returns the value of a metric, or NaN.
 
-    An evaluation without failed rewards does not log their metrics. Their values are then 0, or the accuracy.
+    An evaluation without failed rewards logs no metrics of failed rewards. For `FAILED_AS_WORST` and `FAILED_AS_BEST`,
+    the accuracy is then returned, and 0 for the others.
     """
     if name in record or not name.startswith(NUM_FAILED):
         return record.get(name, nan)

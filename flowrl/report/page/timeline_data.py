@@ -29,7 +29,7 @@ def timeline_data(trace: Trace) -> dict[str, Any] | None:
 
     Calls are columns of equal length: index of the row (rank), index of the method, start, duration, wait time, queue
     time and transfer time. Times are integers in microseconds. The first start is relative to `origin_ns`, and every
-    other start to the previous one.
+    other start is relative to the previous start.
     """
     events = loop_events(trace.last_process())
     if not events:
@@ -78,7 +78,7 @@ _PARTS = ("compute", "transfer", "driver")
 
 
 def _path_columns(path: Sequence[Segment], rows: Mapping[Row, int], start_ns: int) -> dict[str, list[int]]:
-    """Returns the critical path as columns. A segment of the driver has row -1."""
+    """Returns the critical path as columns. A segment of the driver, or of a rank that is not in `rows`, has row -1."""
     on_rank = [segment.part != "driver" and Row.of(segment.event) in rows for segment in path]
     return {
         "row": [rows[Row.of(s.event)] if is_on_rank else -1 for s, is_on_rank in zip(path, on_rank, strict=True)],
@@ -112,7 +112,8 @@ def _counts(trace: Trace, start_ns: int) -> dict[str, list[float]]:
 
 
 def flow_data(events: Sequence[CallEvent]) -> dict[str, Any]:
-    """Returns the graph of methods: a node per method, and an edge from each method to those that read its results.
+    """Returns the graph of methods: a node per method, and an edge from each method to the methods that read its
+    results.
 
     Nodes are in the order of their first calls. The value `calls` of an edge is the number of reading calls.
     """

@@ -35,8 +35,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         output: HTML file. None selects `report.html` in the folder of the run, or in the working folder for several
             runs.
     Raises:
-        UserError: a folder is not that of a run, a file of a run is corrupt, or the output cannot be written. No file
-            is written in these cases.
+        UserError: a folder is not a run folder, a file of a run is corrupt, or the output cannot be written. No file is
+            written in these cases.
     """
     names = unique_names(folders)
     path = _output_path(folders, output)
@@ -76,7 +76,9 @@ def _output_path(folders: Sequence[Path], output: Path | None) -> Path:
 
 
 def _collect(folder: Path, name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the overview of a run, and its larger parts by name. `missing` states why a part is missing, by name."""
+    """Returns the overview of a run, and its larger parts by name. In the overview, `missing` maps the name of each
+    missing part to the reason.
+    """
     paths = RunFolder(folder)
     records, summary = read_metrics(paths.metrics), read_summary(folder)
     run = run_data(folder, name, config, records, summary)

@@ -18,7 +18,7 @@ _INCLUDED = {
     "wandb": "flowrl.report.trackers.wandb_tracker:WandbTracker",
     "trackio": "flowrl.report.trackers.trackio_tracker:TrackioTracker",
 }
-"""Name -> class of the included trackers. The package and the extra of each have its name."""
+"""Name of an included tracker -> class. Its package, and flowrl's extra that installs it, have the same name."""
 
 _METHODS = ("write_metrics", "write_rows", "finish", "close")
 
@@ -51,7 +51,7 @@ def _call_check(where: str, tracker: AnyTracker, tracker_class: Any) -> None:  #
 
 
 def _check_class(where: str, tracker: CustomTracker, tracker_class: Any) -> None:  # Any: what a user's name refers to
-    """Raises ConfigError unless `tracker_class` is a class with the methods of a tracker that accepts the options."""
+    """Raises ConfigError unless `tracker_class` is a class, has the methods of a tracker, and accepts the options."""
     if not isinstance(tracker_class, type):
         raise ConfigError(f"{where} it is no class: write a class with the methods {', '.join(_METHODS)}")
     if lacking := [name for name in _METHODS if not callable(getattr(tracker_class, name, None))]:
@@ -63,7 +63,7 @@ def _check_class(where: str, tracker: CustomTracker, tracker_class: Any) -> None
 
 
 class Trackers(RunObserver):
-    """The trackers of a run. Use it as a context manager, which closes them."""
+    """Passes the metrics and rows of a run to its trackers. Use it as a context manager, which closes the trackers."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
@@ -91,7 +91,9 @@ class Trackers(RunObserver):
 
 
 def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str], None]) -> list[Tracker]:
-    """Returns the trackers of a run. Errors of `report.trackers` are reported by `notify` and do not end the run."""
+    """Returns the trackers of a run. If a tracker of `report.trackers` fails, `notify` reports the error and the run
+    continues.
+    """
     trackers: list[Tracker] = []
     if config.tensorboard:
         from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker  # noqa: PLC0415 (if used)
@@ -110,5 +112,5 @@ def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str],
 
 
 def _import_class(tracker: AnyTracker) -> Any:  # Any: a user's name may name any object
-    """Imports the class of a tracker. Raises ImportNameError."""
+    """Imports the class of a tracker. Raises ImportNameError if this fails."""
     return import_attribute(_INCLUDED.get(tracker.kind, tracker.kind))

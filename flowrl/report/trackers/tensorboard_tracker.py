@@ -30,7 +30,7 @@ class EventFile:
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """Creates the file in `folder`.
 
-        With `purge_step`, TensorBoard ignores the events of this step and later ones in files that were created before.
+        With `purge_step`, TensorBoard ignores the events of this step and of later steps in older files.
         """
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         # The name begins with the time of creation, because TensorBoard sorts files by name before it reads them.
@@ -67,7 +67,7 @@ class TensorBoardTracker:
     """Writes the metrics as scalars, and the first saved rows of a step as a text."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Hides the events of steps that a resumed run repeats.
+        # `purge_step` hides the events of steps that a resumed run repeats.
         self._events = EventFile(tracker_folder(run, "tensorboard"), None if run.last_step < 0 else run.last_step + 1)
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -23,7 +23,7 @@ class TrackedRun:
     settings: Mapping[str, Any]  # Any: values of JSON
     """Resolved config."""
     last_step: int = -1
-    """Last step that a resumed run does not repeat; -1 for a new run."""
+    """Step of the checkpoint from which the run resumes; -1 for a new run."""
 
 
 class Tracker(Protocol):
@@ -93,7 +93,7 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 
 def tracker_folder(run: TrackedRun, name: str) -> Path:
-    """Returns the folder of a tracker. A new run removes the folder of an attempt that has saved no checkpoint."""
+    """Returns the folder of a tracker. For a new run, first removes the folder of an attempt without a checkpoint."""
     folder = run.folder / name
     if run.last_step < 0 and folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
@@ -101,7 +101,9 @@ def tracker_folder(run: TrackedRun, name: str) -> Path:
 
 
 def stored_id(folder: Path) -> str:
-    """Returns the id of a run in a tracker. A new id is random, and the file `run_id` stores it for a resume."""
+    """Returns the id of a run in a tracker. Creates a random id and stores it in the file `run_id`. If this file
+    exists, returns its id, so that a resumed run has the same id.
+    """
     path = folder / "run_id"
     if path.is_file():
         return path.read_text().strip()

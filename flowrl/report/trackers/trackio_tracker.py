@@ -15,7 +15,7 @@ from flowrl.report.trackers.tracker import TrackedRun, stored_id, table_rows, tr
 class TrackioTracker:
     """Writes metrics and tables to Trackio's database, or sends them to a Space.
 
-    A resumed run continues the run with the same name, which then has the repeated steps twice.
+    A resumed run continues the run of the same name in Trackio, which then has the repeated steps twice.
     """
 
     def __init__(self, run: TrackedRun, *, project: str, name: str | None = None, space_id: str | None = None) -> None:
@@ -23,8 +23,8 @@ class TrackioTracker:
         with redirect_stdout(io.StringIO()):  # trackio prints instructions
             self._run = trackio.init(
                 project=project,
-                # Contains an id, because trackio resumes a run by its name, and runs in different folders may have
-                # the same name.
+                # The name contains an id, because trackio resumes a run by its name, and runs in different folders may
+                # have the same name.
                 name=f"{name or run.folder.resolve().name}-{run_id[:4]}",
                 space_id=space_id,
                 config=finite(run.settings),

@@ -19,8 +19,8 @@ _CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 class WandbTracker:
     """Sends metrics and tables to Weights & Biases, or writes them to the folder `wandb/` of the run.
 
-    Its x-axis is the step of the run. A resumed run continues the same run of wandb, which then has the repeated steps
-    twice.
+    The x-axis of all charts is the step of the run. A resumed run continues the same run of wandb, which then has the
+    repeated steps twice.
     """
 
     def __init__(

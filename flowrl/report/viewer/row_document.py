@@ -11,7 +11,7 @@ from flowrl.report.rollout_log import Row
 from flowrl.report.token_values import segments_of
 
 LINE_BREAK = "↵"
-"""Shown for a line break in a token, so that the token is visible."""
+"""Character that is shown for a line break in a token, so that the token is visible."""
 
 
 class Piece(NamedTuple):
@@ -21,22 +21,22 @@ class Piece(NamedTuple):
     style: str
     """Name of a style in `text_view`."""
     token: int | None = None
-    """Index of the response token, or None."""
+    """Index of the response token; None for other text."""
 
 
 Line = list[Piece]
 
 
 def words(text: str, style: str) -> Iterator[Piece]:
-    """Yields the words of a text as pieces, each with the white space after it."""
+    """Yields the words of a text as pieces, each with the line breaks before its word and the spaces after it."""
     yield from (Piece(word, style) for word in re.findall(r"\s*\S+[^\S\n]*|\s+", text))
 
 
 def wrap_pieces(pieces: Iterable[Piece], width: int) -> list[Line]:
     """Returns the lines of pieces, each at most `width` cells wide.
 
-    A line ends at a line break or before a piece that does not fit. Longer pieces are split. Control characters are
-    escaped.
+    A line ends at a line break or before a piece that does not fit. Pieces that are wider than a line are split.
+    Control characters are escaped.
     """
     width = max(width, 4)
     lines: list[Line] = [[]]
@@ -81,7 +81,7 @@ _VALUES = {
     "sample": "d",
     "set": "s",
 }
-"""Column in the first lines -> its format."""
+"""Column that is shown in the first lines -> format of its values."""
 
 
 def make_document(row: Row) -> list[Piece]:
@@ -136,7 +136,9 @@ def _response(row: Row) -> Iterator[Piece]:
 
 
 def describe_token(row: Row, index: int, first: str | None = None) -> str:
-    """Returns the values of a token in one line. The value of the list `first` of the column `tokens` is first."""
+    """Returns the values of a token in one line. `first` names the list of the column `tokens` whose value precedes the
+    others.
+    """
     lists = row["tokens"]
     names = sorted((name for name in lists if name not in ("ids", "text", "mask")), key=lambda name: name != first)
     present = [(name, lists[name][index]) for name in names if lists[name][index] is not None]

@@ -32,7 +32,7 @@ TEXTS = {
     "finish": ("finish_reason",),
     "set": ("set",),
 }
-"""Name in an expression -> columns of texts. One of them must contain the given text."""
+"""Name in an expression -> columns of texts. At least one of these columns must contain the given text."""
 
 REWARD = "reward."
 """Prefix of the name of a reward or another score, such as `reward.format`."""

@@ -71,7 +71,7 @@ class HelpScreen(Screen[None]):
 
 
 class DetailScreen(Screen[int]):
-    """Shows one row with its response. Its result is the index of the row that was shown last."""
+    """Shows one row with its response. The result of the screen is the index of the row that was shown last."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "close", "Back"),

@@ -21,7 +21,7 @@ class Column:
 
     title: str
     width: int | None
-    """Width in cells; None shares the remaining width."""
+    """Width in cells. Columns with None divide the remaining width equally."""
     text: Callable[[Row], str]
     key: Callable[[Row], Any]
     """Returns the value by which rows are sorted. Rows with None are last."""
@@ -32,7 +32,7 @@ class Column:
 
 
 def make_columns(rows: Sequence[Row], *, with_step: bool = False) -> list[Column]:
-    """Returns the columns for rows of one step. `with_step`: for rows of one prompt in several steps."""
+    """Returns the columns for rows of one step. With `with_step`, for rows of one prompt in several steps."""
     rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"] or row["other_scores"] or {}))
     columns = [_integer("step", lambda row: row["step"])] if with_step else []
     columns += [_number("score", "score"), _number("advantage", "advantage", title="adv")]

@@ -22,13 +22,13 @@ class Shard(NamedTuple):
 
 
 class TextStore:
-    """Reads the shards of a run folder, and caches the rows of the last shards."""
+    """Reads the shards of a run folder, and caches the rows of the most recently read shards."""
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder
         self._folder = RunFolder(run_folder).rollouts
         self._cache: OrderedDict[Shard, tuple[int, list[Row]]] = OrderedDict()
-        """Shard -> its `changed_ns` when it was read, and its rows."""
+        """Shard -> (`changed_ns` when the shard was read, rows)."""
         self._lock = threading.Lock()  # the viewer loads several shards at the same time
 
     def shards(self) -> list[Shard]:
@@ -61,7 +61,7 @@ class TextStore:
         return cached[1]
 
     def rows_of_prompt(self, row: Row) -> Iterator[Row]:
-        """Yields the rows of all steps that have the prompt of a row, in the order of their steps.
+        """Yields all rows that have the same prompt as `row`, in ascending order of their steps.
 
         Yields only rows of the same kind, because training and evaluation number their prompts separately. For speed,
         parses only the lines that contain the id of the prompt.

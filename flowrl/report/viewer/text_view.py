@@ -37,14 +37,14 @@ _STYLES = {
 _MATCH, _CURSOR = Style(underline=True, bold=True), Style(reverse=True, bold=True)
 
 _STRONG = 0.3
-"""Distance from the center of the color scale, at most 1, from which a token is marked in a terminal without colors."""
+"""Distance from the center of the color scale (0 to 1) above which a terminal without colors marks a token."""
 
 _LIGHT = 140
 """Brightness of a background, 0 to 255, above which the text on it is black."""
 
 
 class TextView(ScrollView, can_focus=True):
-    """Shows a row. Tokens are colored by a metric, and a cursor selects one of them."""
+    """Shows a row. Tokens are colored by a metric, and a cursor selects one token."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move_line(-1)", "Up", show=False),
@@ -66,7 +66,7 @@ class TextView(ScrollView, can_focus=True):
         self.metric: str | None = None
         """Metric that determines the colors of tokens; None if the row has no values per token."""
         self.token: int | None = None
-        """Index of the selected token."""
+        """Index of the selected token; None if the row has no values per token."""
         self.query_text = ""
         """Text to highlight, in lower case."""
         self._pieces: list[Piece] = []
@@ -126,7 +126,7 @@ class TextView(ScrollView, can_focus=True):
             self._report()
 
     def legend(self) -> Text:
-        """Returns the name of the metric and the range of its values, with its colors."""
+        """Returns the name of the metric, the range of its values, and the colors of this range."""
         if self.metric is None:
             return Text("no values per token: only report.rollouts.token_rows training rows of a step have them", "dim")
         metric, scale = METRICS[self.metric], self._scale
@@ -140,7 +140,7 @@ class TextView(ScrollView, can_focus=True):
         return text
 
     def value_line(self) -> str:
-        """Returns the values of the selected token."""
+        """Returns the values of the selected token, or an empty string."""
         if self.row is None or self.token is None:
             return ""
         shown = printable(self.row["tokens"]["text"][self.token]).replace("\n", "↵")
@@ -181,7 +181,9 @@ class TextView(ScrollView, can_focus=True):
             self._select(max(0, min(self.token + by, len(self.row["tokens"]["ids"]) - 1)))
 
     def action_move_line(self, by: int) -> None:
-        """Selects a token of the next line. Scrolls if there is none, or if the selected token is not visible."""
+        """Selects a token in the line that is `by` lines below. Scrolls if that line has no token, or if the selected
+        token is not visible.
+        """
         line = None if self.token is None else self._line_of_token()
         if line is not None and self._is_visible(line):
             tokens = [piece.token for piece in self._line(line + by) if piece.token is not None]

@@ -32,7 +32,8 @@ _MIN_PREVIEW_HEIGHT = 30
 
 
 def view_run(run_folder: Path, *, step: int | None = None, kind: Kind = "training") -> None:
-    """Opens the viewer and blocks until the user closes it. SIGTERM and SIGHUP end the program, after the viewer.
+    """Opens the viewer and blocks until the user closes it. SIGTERM and SIGHUP close the viewer, and then end the
+    program.
 
     Args:
         run_folder: output folder of a run.
@@ -44,7 +45,7 @@ def view_run(run_folder: Path, *, step: int | None = None, kind: Kind = "trainin
     app = ViewerApp(run_folder, step=step, kind=kind)
     app.run()
     if app.ended_by is not None:
-        signal.raise_signal(app.ended_by)  # it has its default handler again, because the event loop is closed
+        signal.raise_signal(app.ended_by)  # the default handler is back, because the event loop is closed
 
 
 class ViewerApp(App[None]):
@@ -78,10 +79,10 @@ class ViewerApp(App[None]):
         self.store.load(shard)  # an error is reported before the terminal changes
         self._start = MainScreen(self.store, shard)
         self.ended_by: signal.Signals | None = None
-        """The signal that closed the viewer."""
+        """The signal that closed the viewer, or None."""
 
     def on_mount(self) -> None:
-        # An exception of another handler would be lost in a task of Textual, which would go on without a terminal.
+        # The exception of a Python handler would be lost in a task of Textual, which would continue without a terminal.
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # such as SIGHUP after nohup
                 asyncio.get_running_loop().add_signal_handler(number, self._end, number)
@@ -97,7 +98,7 @@ class ViewerApp(App[None]):
 
 
 def _first_shard(store: TextStore, step: int | None, kind: Kind) -> Shard:
-    """Returns the shard to show first. Without `step`, returns the latest shard of `kind`, or else the latest shard."""
+    """Returns the shard to show first. Without `step`: the latest of `kind`, or else of the other kind."""
     if step is not None:
         return Shard(step, kind)
     shards = store.shards()
@@ -174,7 +175,7 @@ class MainScreen(Screen[None]):
         self._steps.show(step_columns(), steps, cursor=steps.index(selected) if selected in steps else len(steps) - 1)
 
     def _poll(self) -> None:
-        """Lists new steps of an active run. If there are none, reloads the selected step if it has changed."""
+        """Lists new steps of an active run. If there are none, reloads the selected step if its shard has changed."""
         if [shard._asdict() for shard in self._store.shards()] != self._steps.rows:
             self._list_steps()
         elif self._store.changed_ns(self._shard) != self._changed_ns:

@@ -1,6 +1,6 @@
 """The list of all checks of a run, and the functions that run them.
 
-The levels CONFIG and FILES import torch only to estimate memory and to import functions of the user.
+Checks of the levels CONFIG and FILES import torch only to estimate memory and to import user-defined functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,21 +39,21 @@ class Level(IntEnum):
 
 
 class Need(Flag):
-    """Conditions for a check. A check whose needs are not met is skipped."""
+    """Conditions that a check needs. If the command or its devices do not meet one of them, the check is skipped."""
 
     NONE = 0
     OUTPUT = auto()
-    """The run writes its output folder, and reports to trackers."""
+    """The command writes the output folder of the run, and reports to trackers."""
     START = auto()
-    """This process starts the processes of the roles."""
+    """The command starts the processes of the roles."""
     TRAINING = auto()
-    """The run trains, and does not only generate."""
+    """The command trains, and does not only generate."""
     FILES = auto()
-    """The model and data files of the config are on this machine. If some are missing, the check fails."""
+    """The command needs all model and data files of the config. `flowrl plan` and `flowrl eval` do not."""
     PLAN = auto()
-    """The devices are known. The check gets the settings on these devices, and the placement plan."""
+    """The devices of the run are known, so that it has a placement plan."""
     MACHINE = auto()
-    """The devices are those of this machine."""
+    """The run uses the devices of this machine."""
 
 
 class CheckSkipped(Exception):
@@ -65,10 +65,10 @@ class Check:
     """A check of a run."""
 
     row: str
-    """Row of `flowrl check` to which its result belongs."""
+    """Row of `flowrl check` that shows the result."""
     level: Level
     function: Callable[..., object]
-    """Raises UserError if the run is invalid. A text that it returns describes the row."""
+    """Raises UserError if the run is invalid. If it returns text, `flowrl check` shows the text in the row."""
     needs: Need = Need.NONE
     arguments: Callable[[Any], tuple[Any, ...]] = lambda run: (run.config,)  # Any: CheckedRun or a subclass
     """Returns the arguments of `function`."""
@@ -91,7 +91,7 @@ def list_checks(level: Level) -> tuple[Check, ...]:
 
 
 def find_missing(run: CheckedRun) -> Need:
-    """Returns the needs that a run on its devices does not meet."""
+    """Returns which of the needs PLAN and MACHINE the devices of a run do not meet."""
     return (Need.NONE if run.missing_devices is None else Need.PLAN) | (Need.NONE if run.is_local else Need.MACHINE)
 
 
@@ -100,11 +100,12 @@ def run_checks(run: CheckedRun, *, missing: Need = Need.NONE, row: str | None = 
 
     Args:
         run: the config and its plan.
-        missing: needs that the caller does not meet, in addition to those that `run` does not meet.
-        row: runs only the checks of this row. None: of all rows.
+        missing: needs that the caller does not meet. Checks with these needs, or with needs that `run` does not meet,
+            are skipped.
+        row: runs only the checks of this row. None runs the checks of all rows.
     Raises:
-        UserError: the first check that fails.
-        RunComplete: the output folder has this run with all its steps.
+        UserError: a check has failed. Later checks do not run.
+        RunComplete: the output folder has this run, and all of its steps are trained.
     """
     unmet = missing | find_missing(run)
     for check in sorted(list_checks(Level.FILES), key=lambda check: check.level):
@@ -115,23 +116,23 @@ def run_checks(run: CheckedRun, *, missing: Need = Need.NONE, row: str | None = 
 
 
 def check_start(config: RunConfig) -> CheckedRun:
-    """Runs all checks of a start before it reads data and loads models. Raises like `run_checks`."""
+    """Runs the checks that every run makes before it reads data and loads models. Raises the errors of `run_checks`."""
     return run_checks(CheckedRun(config))
 
 
 def check_placement(run: CheckedRun) -> Plan:
-    """Returns the placement plan of a run. Raises ConfigError if the roles cannot run on their devices."""
+    """Returns the placement plan of a run. Raises UserError if the roles cannot run on their devices."""
     return run_checks(run, row="placement").plan
 
 
 def _check_threads(config: RunConfig) -> None:
-    """Raises UserError if the run needs OMP_NUM_THREADS, which is invalid."""
+    """Raises UserError if OMP_NUM_THREADS is invalid. The setting `threads` makes the run ignore this variable."""
     if config.threads is None:
         read_requested_threads()
 
 
 def _check_output(config: RunConfig) -> str:
-    """Checks that the output folder can be used. Changes nothing in it."""
+    """Returns whether the output folder is new or continued, as text. Raises RunFolderError if it is unusable."""
     check_not_locked(config.output)
     if is_resuming(config):
         return f"the run continues in {config.output}"
@@ -140,7 +141,9 @@ def _check_output(config: RunConfig) -> str:
 
 
 def _check_memory(run: CheckedRun) -> str:
-    """Raises ConfigError if the memory of a device is too small."""
+    """Returns the largest estimated memory of a device and the limit, as text. Raises ConfigError if a device has too
+    little memory, and CheckSkipped if the size of a model is unknown.
+    """
     devices, budget = run.fitted.devices, run.fitted.budget
     if not all(device.is_known for device in devices):
         raise CheckSkipped("; ".join(explain_unknown_sizes(run.config)))
@@ -159,7 +162,7 @@ def _with_ipc_problem(run: CheckedRun) -> tuple[RunConfig, Plan, tuple[str, str]
 
 
 def _of_plan(row: str, level: Level, needs: Need, *functions: Callable[..., object]) -> Iterator[Check]:
-    """Yields checks whose functions get the settings on the planned devices, and the plan."""
+    """Yields checks whose functions receive the settings for the planned devices, and the placement plan."""
     for function in functions:
         yield Check(row, level, function, Need.PLAN | needs, lambda run: (run.resolved, run.plan))
 

@@ -26,10 +26,10 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "memory": ("placement",),
     "step": ("recipe", "functions", "files", "models", "tokenizer", "data", "reward", "placement"),
 }
-"""Row -> rows without which its checks cannot run."""
+"""Row -> rows whose checks must not fail, because the checks of the row depend on them."""
 
 _FAILED = ("failed", "not run")
-"""States of a row that prevent the checks of the rows that require it."""
+"""States of a row after which the checks of dependent rows (`_REQUIRED`) do not run."""
 
 
 class ChecksFailed(UserError):
@@ -42,17 +42,18 @@ def check_config(
     locate: Callable[[str], str] = str,
     console: Console | None = None,
 ) -> None:
-    """Runs all checks. Prints each result when its check ends, and then the scores of a few rows. Writes nothing into
-    the output folder.
+    """Runs all checks. Prints a row when its checks end, and finally the scores of a few dataset rows. Writes nothing
+    into the output folder.
 
     Args:
         config: the config of the run.
-        import_train: imports the training function of its recipe, which runs one small step. None skips the step.
+        import_train: imports and returns the training function of the recipe, which runs one small step. If it returns
+            None, the rows `recipe` and `step` are skipped.
         locate: adds file and line to a message about a setting.
-        console: where to print.
+        console: receives the output. None prints to the terminal.
     Raises:
-        ChecksFailed: a check failed. Its message has one line per problem.
-        Interrupted: Ctrl-C, or SIGTERM during the small step. The message names the check.
+        ChecksFailed: at least one check failed. The message has one line per problem.
+        Interrupted: Ctrl-C was pressed, or SIGTERM was received during the small step. The message names the row.
     """
     console = console or make_console()
     run, checks = LoadedRun(config, import_train), list_checks(Level.STEP)
@@ -76,7 +77,7 @@ def check_config(
 
 @contextmanager
 def _name_row_on_interrupt(row: str) -> Iterator[None]:
-    """Replaces an interruption during the block by `Interrupted` with a message that names the row."""
+    """Replaces a KeyboardInterrupt of the block by `Interrupted`, whose message names the row."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -85,7 +86,9 @@ def _name_row_on_interrupt(row: str) -> Iterator[None]:
 
 
 def _run_row(checks: Sequence[Check], run: LoadedRun, problems: list[str]) -> tuple[str, str]:
-    """Runs the checks of a row until one fails, and adds its problems. Returns the state of the row and a text."""
+    """Runs the checks of a row until one fails or is skipped. Adds the problems of a failed check to `problems`.
+    Returns the state of the row and a text.
+    """
     missing = find_missing(run)
     texts: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""CheckedRun: a config with the results that its checks and its start share. Also its roles that generate text."""
+"""CheckedRun: a config with results that the checks and the start of a run share. Lists the roles that generate."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -16,9 +16,9 @@ class CheckedRun:
 
     Args:
         config: the config of the run.
-        devices: number of devices per node. Empty: those of the config, or else of this machine.
-        planned: the placement plan, if it is known.
-        gpu: name of the GPUs, if they are not those of this machine.
+        devices: number of devices per node. If None or empty: `devices` of the config, or else those of this machine.
+        planned: the placement plan. None computes it.
+        gpu: name of the GPUs. None uses the name of the GPUs of this machine, if the run uses them.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CheckedRun:
 
     @property
     def missing_devices(self) -> str | None:
-        """Why there is no placement plan, and which setting it needs. None if the devices are known."""
+        """Why there is no placement plan, and which setting to add. None if the devices are known."""
         config = self.config
         if "plan" in self.__dict__ or config.address is None:
             return None
@@ -66,7 +66,7 @@ class CheckedRun:
 
     @cached_property
     def resolved(self) -> RunConfig:
-        """The config with the values of null settings that follow from the kind of devices."""
+        """The config with values for those null settings that depend on the kind of devices."""
         return resolve_settings(self.config, self.plan)
 
     @cached_property
@@ -76,15 +76,17 @@ class CheckedRun:
 
     @property
     def applied(self) -> FittedRun:
-        """The settings of the run. On CPUs, no setting depends on the memory, so the memory is not estimated."""
+        """The settings with which the run starts. On CPUs, no setting depends on the memory, so the memory is not
+        estimated.
+        """
         return FittedRun(self.resolved, (), MemoryBudget()) if self.plan.kind == "cpu" else self.fitted
 
     def replace(self, config: RunConfig, planned: Plan | None = None) -> "CheckedRun":
-        """Returns a run with another config or plan, or this run if both are equal.
+        """Returns a CheckedRun with this config and plan, or this object if it already has both.
 
-        The other run has the same plan if all settings that determine it are equal, and computes its other results
-        again. A recipe changes its config if the number of steps depends on the data, and a cluster that is joined has
-        a plan of its own.
+        If `planned` is None and all settings that determine the plan are equal, the new object keeps the plan. It
+        computes all other results again. The config of a run changes if the number of steps depends on the data. The
+        plan changes when the run joins a cluster.
         """
         if planned is None and _devices_of(config) == _devices_of(self.config):
             planned = self.__dict__.get("plan")
@@ -102,11 +104,11 @@ class Generator(NamedTuple):
 
     role: str
     key: str
-    """Key of its settings in the config."""
+    """Key of the role's settings in the config."""
     settings: RolloutConfig
-    """Settings of its engine."""
+    """Settings of the engine that generates."""
     model: ModelConfig | None
-    """Model with which it generates. None: the run has no actor."""
+    """Model that generates. None if the run has no actor."""
     model_key: str
     """Key of the settings of the model."""
 

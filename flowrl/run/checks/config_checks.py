@@ -1,4 +1,4 @@
-"""Checks of the settings themselves: the functions, engines, environments and packages that they name."""
+"""Checks that need only the settings, and the functions, engines, environments and packages that the settings name."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +41,7 @@ from flowrl.run.checks.checked_run import find_generators
 
 
 def check_functions(config: RunConfig) -> str:
-    """Imports all functions, engines and environments of the user, and returns the names of the reward functions.
+    """Imports all user-defined functions, engines and environments, and returns the names of the reward functions.
 
     Raises ConfigError if one is invalid.
     """
@@ -70,7 +70,7 @@ def check_functions(config: RunConfig) -> str:
 
 
 def _check_training(role: str, value: RoleConfig) -> None:
-    """Raises ConfigError if the user's training engine or optimizer of a role is invalid."""
+    """Raises ConfigError if the user-defined training engine or optimizer of a role is invalid."""
     if isinstance(value, ModelRoleConfig) and value.engine.kind not in TRAIN_ENGINES:
         from flowrl.engines.train.base import check_train_engine  # noqa: PLC0415 (torch, only for a user's engine)
 
@@ -80,7 +80,7 @@ def _check_training(role: str, value: RoleConfig) -> None:
 
 
 def _evaluations(group: str, value: object) -> Iterator[tuple[str, EvaluationConfig]]:
-    """Yields the settings of evaluations in a section of the config, by key."""
+    """Yields (key, settings) of every evaluation in a section of the config."""
     if isinstance(value, EvaluationConfig):
         yield group, value
     if isinstance(value, DataConfig):
@@ -90,7 +90,7 @@ def _evaluations(group: str, value: object) -> Iterator[tuple[str, EvaluationCon
 
 
 def _check_algorithm(config: RunConfig) -> None:
-    """Raises ConfigError if a loss, estimator or another function of the algorithm is invalid."""
+    """Raises ConfigError if a user-defined function of the algorithm, such as a loss or an estimator, is invalid."""
     user_defined = [choice for choice in _chosen_functions(config) if ":" in choice[2]]
     if not user_defined:
         return
@@ -122,7 +122,7 @@ def _check_loads(key: str, name: str | None, load: Callable[[str], object]) -> N
 
 
 def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """Yields (key, kind, name, settings) of every function that the config names."""
+    """Yields (key, kind, name, settings) of every function of the algorithm that the config names."""
     for group, value in config:
         if isinstance(value, ActorConfig):
             yield f"{group}.loss", "policy loss", value.loss.kind, value.loss.arguments()
@@ -154,7 +154,7 @@ def _functions_of_advantages(
 
 
 def check_processes(config: RunConfig) -> None:
-    """Raises ConfigError if an engine needs its own process, but the backend is inline."""
+    """Raises ConfigError if the backend is inline, but the engine of a rollout or judge needs a dedicated process."""
     for name, _, value, *_ in find_generators(config):
         if value.capabilities.own_process and config.backend == "inline":
             raise ConfigError(
@@ -210,7 +210,9 @@ def check_packages(config: RunConfig) -> None:
 
 
 def check_engine_args(config: RunConfig) -> None:
-    """Raises ConfigError for an argument in `vllm.engine_args` that vLLM does not have, or whose type it rejects."""
+    """Raises ConfigError for an argument in `vllm.engine_args` that vLLM does not have, or whose type it rejects.
+    Without vLLM on this machine, checks nothing.
+    """
     for generator in find_generators(config):
         settings = generator.settings.vllm or VllmConfig()
         if (problem := find_argument_problem(settings.engine_args)) is not None:

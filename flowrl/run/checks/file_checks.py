@@ -1,4 +1,4 @@
-"""Checks of the files of models and data, of which they read only sizes, headers and names."""
+"""Checks of the files of models and data. They read only sizes, headers and names."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,14 +48,18 @@ class InvalidPaths(ConfigError):
 
 
 def check_paths(config: RunConfig) -> str:
-    """Raises InvalidPaths if a model is neither a directory nor available on the Hub, or if there is no data file."""
+    """Returns the checked paths as text. Raises InvalidPaths if a model, adapter, tokenizer or dataset cannot be read
+    from this machine or the Hub.
+    """
     if problems := list(find_path_problems(config)):
         raise InvalidPaths(problems)
     return f"{len(models_of(config))} roles, and all data files"
 
 
 def find_path_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a message per path of a model or data file that cannot be read. It names all settings with the path."""
+    """Yields a message for each path that cannot be read (models, adapters, tokenizers, data), with all settings that
+    name the path. Also yields a message if the config generates rows, but reasoning-gym is not installed.
+    """
     paths = {
         f"{role}.model.path": (entry.model.path, find_model_problem)
         for role, entry in models_of(config).items()
@@ -99,7 +103,7 @@ def _find_adapter_problem(folder: Path) -> str | None:
 def check_positions(config: RunConfig) -> None:
     """Raises ConfigError if a local model supports fewer tokens than the data and the rollout allow.
 
-    Reward models are not checked, because they also score rows that are too long.
+    Reward models are not checked, because they truncate rows that are too long.
     """
     for role in models_of(config).values():
         if (
@@ -130,7 +134,7 @@ def check_vocabularies(config: RunConfig) -> None:
     """Raises ConfigError if a local model can receive token ids for which it has no embeddings.
 
     All roles receive ids of one tokenizer, except reward models, which can have a tokenizer of their own. Many
-    published tokenizers have added tokens beyond the embeddings of their model. They are allowed, because
+    published tokenizers have added tokens beyond the embeddings of their model. Such a tokenizer is allowed, because
     `ChatTokenizer` rejects a template and rows that contain such a token.
     """
     models = models_of(config)
@@ -177,8 +181,8 @@ def check_reward_heads(config: RunConfig) -> None:
 
 
 def check_trained_weights(config: RunConfig) -> None:
-    """Raises ConfigError if a group of an optimizer has a pattern that matches no weight of its local model, or if a
-    saved adapter or one of `modules_to_save` does not fit the model.
+    """Raises ConfigError if a pattern in `optimizer.groups` matches no weight of the local model, or if a saved adapter
+    or one of `modules_to_save` does not fit the model.
     """
     for role, value in models_of(config).items():
         if not isinstance(value, TrainedConfig) or not value.model.path.is_dir():
@@ -201,8 +205,8 @@ def check_trained_weights(config: RunConfig) -> None:
 
 
 def check_experts(config: RunConfig) -> None:
-    """Raises ConfigError if the auxiliary loss of a trained model is not defined, if its experts are compiled, or if
-    there are no routes to replay.
+    """Raises ConfigError if `router_loss_coef` does not fit a trained model, if a mixture of experts would be compiled,
+    or if `router_replay` has no routes to replay.
     """
     _check_router_replay(config)
     for role, value in models_of(config).items():
@@ -235,7 +239,9 @@ def check_experts(config: RunConfig) -> None:
 
 
 def _check_router_replay(config: RunConfig) -> None:
-    """Raises ConfigError if `router_replay` is set for a policy without routers that the trainer knows."""
+    """Raises ConfigError if `router_replay` is set, but the actor's training engine does not read routes, or the actor
+    is no supported mixture of experts.
+    """
     if not any(isinstance(value, RolloutConfig) and value.router_replay for _, value in config):
         return
     actor = models_of(config).get("actor")

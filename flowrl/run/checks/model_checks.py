@@ -1,4 +1,4 @@
-"""Checks that read all data and models, and train one small step. Used by `flowrl check`."""
+"""Checks that read all data, build models without weights, and train one small step. Used by `flowrl check`."""
 
 import json
 import time
@@ -50,13 +50,13 @@ from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.preferences.preference_examples import PREFERENCE_ROLES, PreferenceExamples
 
 NUM_ROWS = 8
-"""Number of rows that the reward function scores."""
+"""Number of prompts whose responses are scored, and of rows that are copied for the small step."""
 
 MAX_STEP_PARAMETERS = 20_000_000
-"""Largest number of parameters of all models together for which a step runs."""
+"""Largest total number of parameters of all models. If they have more, the small step is skipped."""
 
 _STEP_PROMPTS, _STEP_TOKENS = 2, 32
-"""Number of prompts of the step, and the limit of its response length."""
+"""Number of prompts of the small step, and the largest length of its responses in tokens."""
 
 _SHOWN_CHARACTERS = 60
 """Largest length of a prompt or answer in the table."""
@@ -69,11 +69,11 @@ class LoadedRun(CheckedRun):
         super().__init__(config)
         self._import_train = import_train
         self.scores: list[tuple[str, str, str, str]] = []
-        """Prompt, answer, score of the answer and score of an empty response, of the rows that the reward scored."""
+        """For each scored row: prompt, answer, score of the answer, and score of an empty response."""
 
     @cached_property
     def train(self) -> Callable[..., Any]:
-        """Training function of the recipe, which runs the step."""
+        """Training function of the recipe, which runs the small step. Raises CheckSkipped if the recipe has none."""
         train = self._import_train()
         if train is None:
             raise CheckSkipped("the recipe has no function `train` next to its config class")
@@ -86,7 +86,7 @@ class LoadedRun(CheckedRun):
 
     @property
     def encoder(self) -> ModelConfig:
-        """Model whose tokenizer encodes the data."""
+        """Model whose tokenizer encodes the data. Raises CheckSkipped if the recipe has no trained role."""
         encoder = models_of(self.config).get(find_tokenizer_role(self.config) or "")
         if encoder is None or encoder.model is None:
             raise CheckSkipped("the recipe has no trained role")
@@ -94,12 +94,14 @@ class LoadedRun(CheckedRun):
 
 
 def import_recipe(run: LoadedRun) -> str:
-    """Imports the training function."""
+    """Imports the training function, and returns its module and name."""
     return f"{run.train.__module__}:{run.train.__name__}"
 
 
 def load_models(run: LoadedRun) -> str:
-    """Reads the config of every model, and compares names and shapes of its weights with its files."""
+    """Builds every local model without weights, and compares the weights' names and shapes with the files. Returns the
+    model sizes as text. Raises CheckSkipped if all models are on the Hub.
+    """
     sizes = {}
     for role, value in models_of(run.config).items():
         if value.model is None or not value.model.path.is_dir():
@@ -113,7 +115,7 @@ def load_models(run: LoadedRun) -> str:
 
 
 def load_tokenizer(run: LoadedRun) -> str:
-    """Loads the tokenizer, and renders a message with its chat template."""
+    """Loads the tokenizer, and renders a message with its chat template. Returns the sizes of both as text."""
     data = next((value for _, value in run.config if isinstance(value, DataConfig)), None)
     tokenizer = read_tokenizer(run.encoder, data)
     num_tokens = len(tokenizer.encode_prompt([Message("user", "")]))
@@ -121,7 +123,7 @@ def load_tokenizer(run: LoadedRun) -> str:
 
 
 def read_data(run: LoadedRun) -> str:
-    """Reads all rows."""
+    """Reads all rows, and returns their numbers as text. Raises CheckSkipped if the recipe has no data settings."""
     config = run.config
     if isinstance(config, RolloutRunConfig):
         train, test = run.prompts
@@ -147,7 +149,9 @@ def read_data(run: LoadedRun) -> str:
 
 
 def score_answers(run: LoadedRun) -> str:
-    """Scores the reference answer and an empty response of the first rows."""
+    """Scores two responses to each of the first prompts: the answer of the row and an empty text. Returns a summary.
+    Raises CheckSkipped if the reward has no function.
+    """
     config = run.config
     reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
     if reward is None or not reward.has_functions:
@@ -168,7 +172,9 @@ def score_answers(run: LoadedRun) -> str:
 
 
 def train_step(run: LoadedRun) -> str:
-    """Runs one step of the recipe in this process, in a temporary folder."""
+    """Runs one step of the recipe in this process, in a temporary folder, and returns its time as text. Raises
+    CheckSkipped if the models are too large or their size is unknown.
+    """
     sizes = [read_model_size(value.model.path) for value in models_of(run.config).values() if value.model]
     if any(size is None for size in sizes):
         raise CheckSkipped("the size of a model is unknown")
@@ -227,7 +233,9 @@ def _shorten(value: object) -> str:
 
 
 def small_config(config: RunConfig, folder: Path) -> RunConfig:
-    """Returns the config of one small step on the CPU of this process. It reads and writes files in `folder`."""
+    """Returns the config of one small step on the CPU of this process. Copies the first rows of the data into `folder`,
+    where the step also writes its output.
+    """
     changes: dict[str, Any] = {
         "output": folder / "run",
         "resume": "never",
@@ -272,8 +280,8 @@ def small_config(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _copy_first_rows(files: Path | tuple[DataFile, ...], copy: Path) -> tuple[DataFile, ...]:
-    """Copies the first rows of the first file as JSON lines, and returns the copy. Returns a prepared folder as it is,
-    because a run reads only those of its rows that it uses.
+    """Copies the first rows of the first file as JSON lines, and returns the copy. If the first file is a prepared
+    folder, returns the folder itself, because a run reads only the rows that it uses.
     """
     file = as_files(files)[0]
     if is_prepared(file.source):
@@ -290,7 +298,7 @@ def _to_json(row: Any) -> bytes:  # Any: a row of a table or of a JSON array, or
 
 
 def _local_engine(engine: EngineConfig) -> EngineConfig:
-    """Returns the settings that also apply to one process on a CPU, for the included engine."""
+    """Returns settings of the included engine, with the values of `engine` that apply to one process on a CPU."""
     return EngineConfig(
         compute_dtype=engine.compute_dtype,
         gradient_checkpointing=engine.gradient_checkpointing,

@@ -40,13 +40,13 @@ def check_nodes(config: RunConfig) -> None:
 
 
 def describe_devices(config: RunConfig, planned: Plan) -> str:
-    """Returns the numbers of roles and devices."""
+    """Returns the numbers of roles and devices as text."""
     devices = {location for role in planned.roles.values() for slot in role.slots for location in slot.node_devices}
     return f"{len(planned.roles)} roles; number of {planned.kind} devices: {len(devices)}"
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if a role's training engine cannot run on its ranks."""
+    """Raises ConfigError if a role's training engine or its settings do not fit the role's mesh."""
     for role, model in _planned_models(config, planned).items():
         role_plan = planned.roles[role]
         _check_dimensions(role, role_plan, model.engine)
@@ -55,7 +55,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
 
 
 def check_other_engines(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if a role without training engine has tp, sp or pp that it does not support."""
+    """Raises ConfigError if a role without a training engine has a tp, sp or pp that it does not support."""
     models = _planned_models(config, planned)
     for role, role_plan in planned.roles.items():
         if role not in models:
@@ -63,13 +63,15 @@ def check_other_engines(config: RunConfig, planned: Plan) -> None:
 
 
 def _planned_models(config: RunConfig, planned: Plan) -> dict[str, ModelRoleConfig]:
-    """Returns the roles of a plan with a training engine."""
+    """Returns the roles of a plan that have a training engine."""
     models = {role: model for role, model in models_of(config).items() if model.model is not None}
     return {role: models[role] for role in planned.roles if role in models}
 
 
 def check_model_sizes(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if tp or sp does not divide the sizes of a local model, or if it lacks a LoRA target."""
+    """Raises ConfigError if the tp, sp, pp or expert parallelism of a role does not fit the sizes of its local model,
+    or if the model lacks a LoRA target.
+    """
     for role, model in _planned_models(config, planned).items():
         check_model_fit(role, model, planned.roles[role])
 
@@ -100,7 +102,7 @@ def _check_dimensions(role: str, role_plan: RolePlan, engine: EngineConfig) -> N
 
 
 def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
-    """Raises ConfigError if a role that cannot be sharded has tp, sp or pp."""
+    """Raises ConfigError if a role without a training engine has a tp, sp or pp above 1 that it does not support."""
     generates = isinstance(config, RolloutConfig | JudgeConfig)
     supported = config.capabilities.dimensions if generates else ()
     # A dedicated process uses all devices of its replica, so the mesh of its role has tp 1 and pp 1.
@@ -115,7 +117,7 @@ def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
 
 
 def check_quantization(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if the planned devices do not support the rollout's quantization."""
+    """Raises ConfigError if the planned devices or the weights' dtype do not support the rollout's quantization."""
     for role, value in config:
         if isinstance(value, RolloutConfig) and (problem := quantized_device_problem(role, value, planned.kind)):
             raise ConfigError(problem)
@@ -144,7 +146,7 @@ def check_speculation(config: RunConfig, planned: Plan) -> None:
 
 
 def check_head_sizes(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if the engine of a rollout or judge does not support its model's heads on the devices."""
+    """Raises ConfigError if the engine of a rollout or judge does not support the head size of its model."""
     for role, _, value, model, _ in find_generators(config):
         problem = None if model is None else find_head_size_problem(value.engine, model.path, planned.kind)
         if problem is not None:
@@ -200,8 +202,8 @@ def check_profile(config: RunConfig, planned: Plan) -> None:
 
 
 def check_adapters(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if a quantized LoRA model is sharded, or if a reference shares a sharded LoRA model but is
-    colocated with only some of its ranks.
+    """Raises ConfigError if a quantized LoRA model is sharded or divided into stages. Also raises it if a reference
+    shares a sharded LoRA model, but is colocated with only some ranks of the model.
     """
     for role, value in config:
         if not isinstance(value, TrainedConfig) or value.lora is None:
@@ -321,7 +323,9 @@ def warn_about_offload(config: RunConfig, planned: Plan) -> None:
 
 
 def check_bfloat16(config: RunConfig, capability: tuple[int, int] | None) -> None:
-    """Raises ConfigError if a model computes in bfloat16 on GPUs that lack it. `capability`: None if it is unknown."""
+    """Raises ConfigError if a model computes in bfloat16 on GPUs that lack it. If `capability` (of CUDA) is None,
+    checks nothing.
+    """
     if capability is None or capability >= _BFLOAT16_CAPABILITY:
         return
     for key, dtype, fix in _computed_dtypes(config):
@@ -334,7 +338,7 @@ def check_bfloat16(config: RunConfig, capability: tuple[int, int] | None) -> Non
 
 
 def _computed_dtypes(config: RunConfig) -> Iterator[tuple[str, str | None, str]]:
-    """Yields (key, dtype, alternative to bfloat16) of the setting that determines in which dtype a role computes."""
+    """Yields (key, dtype, alternative to bfloat16) of each setting that determines in which dtype a role computes."""
     for role, value in config.role_settings.items():
         if isinstance(value, RolloutConfig | JudgeConfig) and value.vllm is not None:
             yield f"{role}.vllm.dtype", value.vllm.dtype, f"{role}.vllm.dtype: float16"

@@ -1,6 +1,6 @@
 """The data of a run, read and validated before the run starts.
 
-Entry points: `read_prompts` (prompts of reinforcement learning), `read_held_out` (only those of evaluations),
+Entry points: `read_prompts` (prompts of reinforcement learning), `read_held_out` (only prompts of evaluations),
 `SftExamples` (SFT examples and text), `PtxText` (text of PTX), `read_rows` (tokenized_data.py: tokenized rows of any
 kind).
 May import `flowrl.algorithms`, `flowrl.config`, `flowrl.data`, `flowrl.environments.base`,

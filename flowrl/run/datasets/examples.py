@@ -1,6 +1,6 @@
 """Batches of conversations and texts with a mask of the trained tokens, for SFT and for PTX.
 
-PTX is language modeling in policy updates.
+PTX adds a language modeling loss on text to the updates of a policy.
 """
 
 from collections.abc import Mapping
@@ -42,10 +42,11 @@ class SftExamples:
 
         Args:
             files: a path, or files with weights and column mappings.
-            model: the model, whose tokenizer is used.
+            model: model whose tokenizer encodes the rows.
             max_tokens: maximum number of tokens of a row.
             max_examples: number of rows to keep.
-            data: the template, and policies for invalid and long rows. None rejects such rows.
+            data: the template, and policies for invalid and long rows. None uses the tokenizer's template, and rejects
+                such rows.
             kind: `sft` or `text`.
             setting: key of `max_tokens` in error messages.
         Raises:
@@ -84,7 +85,7 @@ class SftExamples:
         return RowBatches(order, num_rows, self.batch, epochs=epochs)
 
     def batch(self, indices: np.ndarray | None = None) -> Batch:
-        """Returns the examples at `indices`, or all examples."""
+        """Returns the examples at `indices`, or all examples if it is None."""
         indices = np.arange(len(self._rows)) if indices is None else indices
         sides = [side for index in indices for side in self._rows[int(index)].sides]
         tokens = {
@@ -97,11 +98,11 @@ class SftExamples:
 class PtxText:
     """Endless batches of the text in `config.ptx`, in a new random order in every pass. Checkpoints save the position.
 
-    Without `config.ptx`, its length is 0, `add_gradient` does nothing, and the weight of the policy loss is 1.
+    Without `config.ptx`, the length is 0, `add_gradient` does nothing, and the weight of the policy loss is 1.
     """
 
     def __init__(self, config: OnPolicyConfig) -> None:
-        """Reads the text, with the template and the policies of `config.data`.
+        """Reads the text, with the template of `config.data` and its policies for invalid and long rows.
 
         Raises DataError if a row is invalid or too long.
         """
@@ -147,7 +148,7 @@ class PtxText:
         return {"drawn": self._num_drawn, "seed": self._seed, "batch_size": self._num_rows, "num_examples": len(self)}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues at a saved position. Raises DataError if the order of the text has changed."""
+        """Continues at a saved position. Raises DataError if a value that determines the order has changed."""
         for name, current in self.state().items():
             if name != "drawn" and state[name] != current:
                 raise DataError(

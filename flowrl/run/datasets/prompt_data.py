@@ -1,4 +1,4 @@
-"""Training and evaluation prompts of a run, and the columns that its functions require."""
+"""Training and evaluation prompts of a run, and the columns that its reward and environment functions require."""
 
 import logging
 from collections.abc import Sequence
@@ -39,10 +39,10 @@ _logger = logging.getLogger(__name__)
 def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batch]]:
     """Returns the training prompts, and the held-out prompts of each evaluation set by its name.
 
-    Raises DataError if a row or a setting is invalid, or if a row lacks a column that the reward function requires.
-    Also raises it if a frozen policy has a different vocabulary from the actor, or if the chat template cannot continue
-    a conversation with the environment. Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a
-    file has no column for a parameter with a default.
+    Raises DataError if a row or a setting is invalid, or if a row lacks a column that a reward or environment function
+    requires. Also raises it if a frozen policy has a different vocabulary from the actor, or if the chat template
+    cannot continue a conversation with the environment. Warns if more than 1 % of the tokens are unknown to the
+    tokenizer, or if no column provides a reward function's parameter that has a default.
     """
     tokenizer = _read_checked_tokenizer(config)
     reward, environment = config.reward_settings, config.rollout.environment
@@ -62,7 +62,7 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
 
 
 def read_held_out(config: RolloutRunConfig) -> dict[str, Batch]:
-    """Returns the held-out prompts of each evaluation file by its name, without reading the training data.
+    """Returns the held-out prompts of each evaluation set by its name. Does not read the training data.
 
     Errors and warnings are those of `read_prompts`.
     """
@@ -106,7 +106,7 @@ def _read_checked_tokenizer(config: RolloutRunConfig) -> ChatTokenizer:
 
 
 def _environment_columns(function: str | None) -> tuple[str, ...]:
-    """Returns the dataset columns that an environment function requires. None requires none.
+    """Returns the dataset columns that an environment function requires, and none if `function` is None.
 
     Raises EnvironmentFunctionError if the function requires a column that it cannot receive.
     """
@@ -124,7 +124,7 @@ def _environment_columns(function: str | None) -> tuple[str, ...]:
 
 
 def _check_reward_tokenizer(role: str, reward: ScoringModelConfig) -> None:
-    """Raises DataError if the conversation must be rendered again for a reward model without a chat template."""
+    """Raises DataError if a reward model needs its own rendering of conversations, but has no chat template."""
     model, policy = reward.model, reward.policy_tokenizer
     if model is None or policy is None:
         return
@@ -136,7 +136,7 @@ def _check_reward_tokenizer(role: str, reward: ScoringModelConfig) -> None:
 
 
 def _check_vocabularies(config: RolloutRunConfig) -> None:
-    """Raises DataError if a frozen policy, such as a teacher, has another vocabulary than the actor."""
+    """Raises DataError if the vocabulary of a frozen policy, such as a teacher, differs from that of the actor."""
     for role, value in config.role_settings.items():
         if not isinstance(value, ReferenceConfig) or value.model.path == config.actor.model.path:
             continue
@@ -152,7 +152,9 @@ def _check_vocabularies(config: RolloutRunConfig) -> None:
 
 
 def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
-    """Raises DataError if a rollout would not stop at the end of the assistant's turn."""
+    """Raises DataError if the rollout lacks the stop tokens with which `data.template` ends the assistant's turn.
+    Without them, generation would continue after the turn.
+    """
     rollout, stops = config.rollout, tokenizer.stop_ids
     if rollout.template == config.data.template:
         return

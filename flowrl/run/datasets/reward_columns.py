@@ -20,7 +20,7 @@ RESPONSE_COLUMNS = ("prompt", "response", "tagged_response", "conversation", "to
 
 
 def required_columns(component: RewardComponent) -> tuple[str, ...]:
-    """Returns the dataset columns that a reward requires. A model requires none.
+    """Returns the dataset columns that a reward requires. A reward model or judge requires none.
 
     Raises RewardError if a function requires a column that it cannot receive.
     """
@@ -38,7 +38,7 @@ def required_columns(component: RewardComponent) -> tuple[str, ...]:
 
 
 def columns_of_all_rows(components: Sequence[RewardComponent]) -> tuple[str, ...]:
-    """Returns the dataset columns that every row must have: those of rewards without `data_sources`."""
+    """Returns the dataset columns that every row must have, because a reward without `data_sources` requires them."""
     return tuple(name for part in components if part.data_sources is None for name in required_columns(part))
 
 
@@ -46,7 +46,7 @@ def check_columns(components: Sequence[RewardComponent], prompts: PromptStream, 
     """Checks the rows of a dataset, and warns of parameters that never receive a column.
 
     Raises DataError if no reward applies to the data source of a row, if a row lacks a column of a reward that applies,
-    or if a column has the name of a reward.
+    or if a reward has the name of a column or a reserved name.
     """
     for part in components:
         if part.name in RESERVED_COLUMNS and len(components) > 1:
@@ -84,7 +84,7 @@ def _check_routes(
 def _warn_of_parameters_without_column(part: RewardComponent, prompts: PromptStream, files: str) -> None:
     """Logs a warning if no column provides a reward function's parameter with a default, as after a typo.
 
-    Keyword-only parameters are options, and those of flowrl's own functions are documented.
+    Does not warn of keyword-only parameters, which are options, or of parameters of flowrl's own functions.
     """
     if part.function is None or part.function.startswith("flowrl."):
         return

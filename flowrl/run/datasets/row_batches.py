@@ -54,9 +54,9 @@ class RowBatches(Iterator[Batch]):
 
 
 class Lookahead:
-    """A stream of batches that tells whether it has another batch.
+    """Wraps a stream of batches to check whether another batch follows.
 
-    A batch is drawn only when it is needed, because the stream may generate it with the weights of that time.
+    Draws a batch only when `has_next` or `pop` is called, because the stream may generate it with the current weights.
     """
 
     def __init__(self, stream: Iterator[Batch]) -> None:

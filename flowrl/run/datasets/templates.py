@@ -10,8 +10,8 @@ from flowrl.data.template import ConversationTemplate, write_template
 
 
 def conversation_template(config: RunConfig) -> ConversationTemplate | None:
-    """Returns the run's conversation template with all values, which are generated from the tokenizer if there is no
-    file. Returns None if the run has no tokenizer with a chat template.
+    """Returns the run's conversation template with all values. Without a template file, the template is generated from
+    the tokenizer. Returns None if the run has no data settings, or no tokenizer with a chat template.
 
     Raises DataError if the template file is invalid.
     """
@@ -28,7 +28,9 @@ def conversation_template(config: RunConfig) -> ConversationTemplate | None:
 
 
 def save_template(template: ConversationTemplate | None, folder: Path) -> None:
-    """Writes a conversation template to the folder of a model, also as the chat template of its tokenizer."""
+    """Writes a conversation template to the folder of a model, also as the chat template of its tokenizer. None writes
+    nothing.
+    """
     if template is None:
         return
     write_template(folder / TEMPLATE_FILE, template)

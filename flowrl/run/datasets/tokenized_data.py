@@ -20,10 +20,10 @@ from flowrl.data.reading.row_problems import RowCounts, RowProblem
 from flowrl.memory.model_fit import excess_tokens_message
 
 MAX_UNKNOWN_FRACTION = 0.01
-"""Fraction of unknown tokens of a file above which a warning is logged."""
+"""Fraction of unknown tokens in a dataset above which a warning is logged."""
 
 _SHOWN_PARTS = 10
-"""Largest number of unknown parts in a warning."""
+"""Largest number of unknown parts of texts in a warning."""
 
 _logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def read_rows(
     Args:
         files: a path, or files with weights and column mappings.
         tokenizer: tokenizer of the model.
-        kind: kind of training, except `prompts`.
+        kind: kind of the rows, which must not be `prompts`.
         data: maximum number of tokens, and policies for invalid and long rows.
         setting: key of the maximum number of tokens, for error messages.
         row_limit: number of rows to keep, from the start; None keeps all.
@@ -130,7 +130,7 @@ def _tokenize_files(
     setting: str,
     row_limit: int | None,
 ) -> TokenizedData:
-    """Returns the tokenized rows of raw files. Warns about rows that are dropped."""
+    """Returns the tokenized rows of raw files. Warns about dropped rows. Raises DataError if no row remains."""
     limits = LengthLimits(data.max_prompt_tokens, data.too_long, setting=setting)
     allowed = frozenset() if data.too_long == "refuse" else frozenset({"too_long"})
     counts = RowCounts(strict=data.strict, allowed=allowed)
@@ -183,7 +183,7 @@ def read_files(
 
 
 def check_weights(sources: Sequence[DataFile], parts: Sequence[tuple[int, float]]) -> None:
-    """Raises DataError if a weight is so small that an epoch has no row of its file.
+    """Raises DataError if the weight of a file is so small that an epoch has no row of the file.
 
     `parts` are the number of usable rows and the weight of each file.
     """
@@ -211,7 +211,8 @@ def open_prepared(
 ) -> list[tuple[PreparedFolder, float]]:
     """Returns the prepared folders with their weights, or an empty list if the sources are raw files.
 
-    Raises DataError if a folder has a different kind, tokenizer or template from the run, or rows that are too long.
+    Raises DataError if a folder has a different kind, tokenizer or template from the run, or if only some sources are
+    prepared. Also raises it for rows that are too long, unless `data.too_long` is `drop`.
     """
     are_prepared = [is_prepared(source.source) for source in sources]
     if not any(are_prepared):
@@ -261,7 +262,7 @@ class SelectedRows(Sequence[TokenizedRow]):
 
 
 class Concatenated(Sequence[Row], Generic[Row]):
-    """The rows of several sequences, without copies."""
+    """Several sequences of rows as one sequence, without copies."""
 
     def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
         self._parts = parts
@@ -290,7 +291,8 @@ class UnknownTokens:
 
 def find_unknown(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[UnknownTokens]:
     """Returns the parts of each text that the tokenizer replaces by its unknown token, or drops. White space never
-    counts as dropped. A tokenizer without offsets (`is_fast` is false) reports no dropped characters.
+    counts as dropped. If the tokenizer has no offsets (`is_fast` is false), dropped characters are not found, and each
+    part is the text of the unknown token.
     """
     core: Any = tokenizer.tokenizer  # Any: transformers types token ids too loosely
     is_fast = core.is_fast

@@ -1,4 +1,4 @@
-"""Records the steps of a run, and passes its events to the observers.
+"""Records the steps of a run, and passes the events of the run to the observers.
 
 Entry points: `RunObservers` (observers: the list of observers, and the events that they receive), `StepLog` (step_log:
 calls and metrics of a step), `HealthLog` (health_log: findings of health checks).

@@ -41,7 +41,7 @@ class HealthLog(RunObserver):
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """All findings by their first step. After a resume, those of the steps before it are included."""
+        """All findings, ordered by their first step. In a resumed run, findings of earlier steps are included."""
         return self._monitor.findings
 
     def add_listener(self, listener: Callable[[Finding], None]) -> None:
@@ -95,7 +95,7 @@ def run_facts(config: RunConfig, plan: Plan) -> RunFacts:
 
 
 def _keys(settings: Mapping[str, Any], prefix: str = "") -> Iterable[str]:  # Any: values of settings
-    """Yields the dotted keys of all settings and groups."""
+    """Yields the dotted keys of all settings and groups of settings."""
     for name, value in settings.items():
         yield prefix + name
         if isinstance(value, Mapping):
@@ -103,7 +103,9 @@ def _keys(settings: Mapping[str, Any], prefix: str = "") -> Iterable[str]:  # An
 
 
 def _device_roles(plan: Plan) -> dict[tuple[str, ...], str]:
-    """Maps the roles that share a device to the pools of these devices, joined by `+`."""
+    """Returns roles -> pools. Each key has the roles that share a device. The value has the names of the pools of all
+    such devices, joined by `+`.
+    """
     roles: dict[tuple[int, int], list[str]] = {}
     pools: dict[tuple[int, int], str] = {}
     for name, role in plan.roles.items():

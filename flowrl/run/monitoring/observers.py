@@ -1,4 +1,4 @@
-"""The observers of a run, and the records of its steps, which they receive in order. `StepChecks` is one of them."""
+"""The observers of a run, which receive the records of its steps in order, and the observer `StepChecks`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
 
 
 class StepChecks(RunObserver):
-    """Checks the metrics of each step, except for its health. Also reports the updates that the settings plan."""
+    """Checks each step for failures, the rollout gap and learning rates of 0. Reports the planned number of updates."""
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None]) -> None:
         self.failures = FailureWatch(config, notify)
@@ -55,11 +55,11 @@ class RunObservers:
     """Collects the metrics of each step, and passes the events of a run to its observers.
 
     The driver runs ahead of the workers, so the record of a step is complete when its calls and its evaluations are
-    done. `write` and `settle` wait for them.
+    done. `write` waits for the calls, and `settle` also for the evaluations.
     """
 
     def __init__(self, started: StartedRun, resources: ExitStack) -> None:
-        """Opens the files of the run. A resumed run removes the parts that it repeats. `resources` closes them."""
+        """Opens the run's files, which `resources` closes. A resumed run removes records of steps that it repeats."""
         config, folder, cluster, notify = started.config, started.folder, started.cluster, started.progress.notify
         last_step = -1 if started.resumed is None else started.resumed.manifest.step
         tracked = TrackedRun(folder.path, config.model_dump(mode="json"), last_step)
@@ -94,7 +94,7 @@ class RunObservers:
         )
         self._queue = RecordQueue(self._step_done, self._evaluated)
         self._evaluated_step: int | None = None
-        """Last step with an evaluation for which training has waited."""
+        """Last step for whose evaluation training has waited, or None."""
         self._is_resumed = started.resumed is not None
         """Whether `metrics.jsonl` already has the record of step 0."""
         self._memory = PeakMemory()
@@ -111,7 +111,7 @@ class RunObservers:
         self._log.reset_clock()
 
     def begin_step(self, step: int) -> None:
-        """Begins a step, whose batch may still be generated. Later calls and metrics belong to it."""
+        """Begins a step, although its batch may not be generated yet. Later calls and metrics belong to this step."""
         self._log.begin(step)
 
     def step_begun(self, step: int, version: int, batch: Batch) -> None:
@@ -120,10 +120,11 @@ class RunObservers:
             observer.step_begun(step, version, batch)
 
     def log(self, step: int, logged: Logged, *, is_in_loop: bool) -> None:
-        """Adds metrics, a future of metrics, or an `Evaluation` to the record of a step. Does not block.
+        """Adds metrics, a future of metrics, or an `Evaluation` to the record of a step. Blocks only for a finished
+        `Evaluation`, until the records of earlier steps are written.
 
-        Before the loop over steps, adds to the record of step 0, which a resumed run already has. Raises UserError if
-        a value is not a number.
+        Before the loop over steps, adds to the record of step 0. A resumed run already has this record, so it drops the
+        metrics. Raises UserError if a value is not a number.
         """
         if isinstance(logged, PendingEvaluation) and is_in_loop:
             self._queue.add_evaluation(step, logged)
@@ -140,15 +141,17 @@ class RunObservers:
         self._log.add((logged,))
 
     def follow_weights(self, compared: ComparedWeights | None) -> None:
-        """Adds a comparison of weights to the current step, and checks it later. None: nothing is compared."""
+        """Adds a comparison of weights to the current step, and checks the result later. None adds nothing."""
         self._log.add(self._checks.rollout.follow(compared))
 
     def watch_weights(self, compared: ComparedWeights | None) -> None:
-        """Checks a comparison of weights before the first step of a resumed run. It is in no log record."""
+        """Checks a comparison of weights before the first step of a resumed run, without adding it to a log record."""
         self._checks.rollout.follow(compared)
 
     def end_calls(self, source: RolloutSource | None) -> bool:
-        """Ends the part of a step whose calls count for its duration. Returns False if it has ended before."""
+        """Ends the part of a step in which calls count for the step's duration, and adds the metrics of `source`, if
+        any. Returns False if this part has already ended.
+        """
         if not self._log.is_timed:
             return False
         for metrics in () if source is None else source.pop_metrics():
@@ -163,8 +166,8 @@ class RunObservers:
     def measure_rewards(self, scored: Batch) -> None:
         """Measures the rewards of a batch that the recipe has scored itself. Does not block.
 
-        Their metrics are added to the record of the current step, and failed rewards count for `max_failure_rate`. Does
-        nothing before the first step, and between the training calls of a step and the next step.
+        The metrics are added to the record of the current step, and failed rewards count for `max_failure_rate`. Does
+        nothing before the first step, or after `end_calls` until the next step begins.
         """
         if not self._log.is_timed:
             return
@@ -173,11 +176,11 @@ class RunObservers:
                 self._log.add(self._checks.failures.follow(metrics))
 
     def check_responses(self, step: int) -> None:
-        """Waits for the scores of a step, and checks how many have failed."""
+        """Waits for the scores of a step, and checks the number of failed scores."""
         self._checks.failures.check_responses(step)
 
     def measure_idleness(self, policy: str, rollout: str, source: RolloutSource) -> None:
-        """Adds idle times of the roles to the metrics of later steps."""
+        """Adds idle times of the roles to the metrics of later steps, and the counters of `source` to the trace."""
         # A rollout that generates continuously belongs to no step.
         excluded = rollout if source.is_streaming else None
         self._log.measure_idleness(policy, self._roles, source.weight_wait_s, excluded_role=excluded)
@@ -189,21 +192,23 @@ class RunObservers:
             self._step_done(0, initial)
 
     def write(self, last_step: int) -> None:
-        """Waits for the calls of the steps up to `last_step`. Their records are written when their evaluations are
-        done.
+        """Waits for the calls of the steps up to `last_step`, and queues the records of these steps. A record is
+        written when the evaluations of its step are done.
         """
         for step in [step for step in self._log.unresolved if step <= last_step]:
             values = self._log.resolve(step)
             values["memory_mb"] = self._memory.measure_mb()
             if self._evaluated_step == step:
                 self._log.reset_clock()
-            # Before the checks, so that the record of a step that they reject is written.
+            # The record is queued before the checks, so that the record of a rejected step is also written.
             self._queue.add_record(step, values)
             for observer in self.observers:
                 observer.calls_done(step, values)
 
     def write_evaluated(self, step: int) -> None:
-        """Writes the record of a step if training has waited for its evaluation, whose time does not count."""
+        """If training has waited for a step's evaluation, writes the step's record, and restarts the clock for the next
+        step.
+        """
         if self._evaluated_step == step:
             self.write(step)
 
@@ -213,7 +218,7 @@ class RunObservers:
         self._queue.flush(last_step)
 
     def drop_evaluations(self) -> None:
-        """Writes the records without the evaluations that still run, after an error."""
+        """After an error, writes the records without the evaluations that still run."""
         self._queue.drop_evaluations()
 
     @property
@@ -232,7 +237,7 @@ class RunObservers:
             observer.ended(summary)
 
     def write_partial_results(self, error: BaseException, started: StartedRun) -> None:
-        """Writes the results of a run that ends with an error, or empties its folder if it has none."""
+        """Writes the trace after an error. If the run has no trained or recorded step, empties its folder instead."""
         has_steps = started.resumed is not None or any(record["step"] for record in self.history)
         if has_steps or self.recorder.keeps_step(error):
             self._results.write_trace()
@@ -251,7 +256,7 @@ class RunObservers:
     # State and results.
 
     def state(self) -> dict[str, Any]:  # Any: plain values
-        """Returns the state for a checkpoint after the step that was submitted last."""
+        """Returns the state for a checkpoint after the last submitted step."""
         return {
             "outcomes": self.evaluations.state(),
             "pending_evaluations": self._queue.pending_evaluations,

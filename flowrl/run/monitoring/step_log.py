@@ -19,10 +19,11 @@ from flowrl.report.usage import usage_metrics
 from flowrl.run.evaluation import Evaluation, PendingEvaluation
 
 WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
-"""Maps (step, recent calls, start and end in ns) to the seconds in which the rollout waited for weights."""
+"""Returns the seconds in which the rollout waited for weights. Arguments: step, recent calls, start in ns, end in ns.
+"""
 
 _TRACED_STEPS = 4
-"""Number of last complete steps whose calls stay in the trace, up to `MAX_RECENT_CALLS`."""
+"""Number of latest complete steps whose calls stay in the trace, up to `MAX_RECENT_CALLS` calls."""
 
 _MAX_REPORT_DELAY_NS = 10**9
 """Largest delay in ns between the end of a call and the arrival of its report on the driver."""
@@ -51,7 +52,7 @@ class StepLog:
     """
 
     def __init__(self, calls: Calls, elapsed_s: float, config: ReportConfig, profiles: Path) -> None:
-        """`elapsed_s` is the run time before a resume, and `profiles` is the folder for profiles."""
+        """`elapsed_s` is the duration of the run before it was resumed, and `profiles` is the folder for profiles."""
         self._calls, self._config, self._profiles = calls, config, profiles
         self.recorded = RecordedCalls(calls.events)
         self._begun_ns: deque[int] = deque(maxlen=_TRACED_STEPS + _MAX_STEPS_IN_FLIGHT)
@@ -94,7 +95,7 @@ class StepLog:
             self._calls.profiled = ProfiledStep(folder, profile.ranks, self._excluded_role)
 
     def end(self) -> None:
-        """Ends the duration of the current step, after all its training calls are submitted."""
+        """Ends the current step after its last training call. Later calls do not count for the duration of the step."""
         if self._current is not None and self._is_timed:
             self._steps[self._current].submitted_ns = time.time_ns()
             calls = self._calls.required()
@@ -102,7 +103,7 @@ class StepLog:
             self._is_timed, self._calls.profiled = False, None
 
     def add(self, metrics: tuple[Logged, ...]) -> None:
-        """Adds metrics to the current step, or before the first step to the initial metrics.
+        """Adds metrics to the current step, or, before the first step, to the initial metrics.
 
         Raises UserError if the record of the current step is already written.
         """
@@ -181,7 +182,7 @@ class StepLog:
     def _waits(
         self, step: int, events: Iterable[CallEvent], recent: Sequence[CallEvent], ended_ns: int
     ) -> dict[str, float]:
-        """Returns the idle times since the end of the previous step."""
+        """Returns the idle times since the end of the previous step. Empty if `measure_idleness` was not called."""
         if not self._roles:
             return {}
         begun_ns = self._ended_ns
@@ -209,7 +210,7 @@ class RecordQueue:
         self._write, self._finish = write, finish
         self._records: deque[tuple[int, dict[str, float]]] = deque()
         self._pending: deque[tuple[int, PendingEvaluation]] = deque()
-        """Evaluations whose results are not written yet, with their steps."""
+        """(step, evaluation) of the evaluations whose results are not written yet."""
 
     @property
     def pending_evaluations(self) -> list[tuple[int, int]]:
@@ -217,7 +218,7 @@ class RecordQueue:
         return [(step, evaluation.num_rows) for step, evaluation in self._pending]
 
     def add_evaluation(self, step: int, evaluation: PendingEvaluation) -> None:
-        """Adds an evaluation to the record of its step. Steps must not descend."""
+        """Adds an evaluation to the record of its step. Evaluations must be added in ascending order of steps."""
         self._pending.append((step, evaluation))
 
     def add_record(self, step: int, values: Mapping[str, float]) -> None:
@@ -226,7 +227,7 @@ class RecordQueue:
         self.flush(-1)
 
     def flush(self, last_step: int) -> None:
-        """Waits for the evaluations up to `last_step`, and writes all records whose evaluations have finished."""
+        """Waits for evaluations of steps up to `last_step`, and writes all records whose evaluations have finished."""
         for step, evaluation in self._pending:
             if step <= last_step:
                 evaluation.wait()
@@ -243,7 +244,7 @@ class RecordQueue:
             self._write(step, values)
 
     def drop_evaluations(self) -> None:
-        """Discards the pending evaluations, after an error, and writes the records without them."""
+        """After an error, discards the pending evaluations, and writes the records without them."""
         self._pending.clear()
         self.flush(-1)
 
@@ -282,14 +283,14 @@ def _as_metrics(logged: Logged) -> dict[str, Metric]:
 
 
 _MEASURED_FRACTION = 0.01
-"""Largest fraction of the time that measurements of the memory take."""
+"""Largest fraction of the run's time in which the memory is measured."""
 
 
 class PeakMemory:
     """Largest memory that this process and its child processes have used at once.
 
-    One measurement takes more than 10 ms, because the kernel counts all pages of the processes. Therefore, not every
-    step is measured: measurements take at most 1 % of the run's time.
+    One measurement takes more than 10 ms, because the kernel counts all pages of the processes. Therefore, only some
+    steps are measured, so that measurements take at most 1 % of the run's time.
     """
 
     def __init__(self, measure: Callable[[], float] | None = None) -> None:

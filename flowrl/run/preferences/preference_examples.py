@@ -24,7 +24,9 @@ PREFERENCE_ROLES = (PreferenceActorConfig, RewardModelConfig)
 
 
 class _Tokens(NamedTuple):
-    """Token ids of a conversation before its last response, and of this response, which ends with its end token."""
+    """Token ids of a conversation: the ids before the last response, and the ids of this response, including its end
+    token.
+    """
 
     prompt: np.ndarray
     response: np.ndarray
@@ -33,8 +35,8 @@ class _Tokens(NamedTuple):
 class PreferenceExamples:
     """Tokenized pairs, or single labeled responses, in the order of their files.
 
-    Only the last assistant turn is trained. Tokens after its end token are dropped, so that a reward model scores the
-    end token, as in a response of a rollout.
+    Only the last assistant turn is trained. Tokens after the end token of this turn are dropped, so that a reward model
+    scores the end token, as in a response of a rollout.
     """
 
     def __init__(self, rows: TokenizedData, *, is_paired: bool, max_tokens: int) -> None:
@@ -90,8 +92,8 @@ class PreferenceExamples:
         """Returns the pairs or labeled responses at `indices`, or all.
 
         A pair has two adjacent rows with the same value of `pair`, the chosen response first. Labeled responses have
-        the column `desirable`. After them, the batch has one mismatched row per labeled response: its prompt with the
-        response of the next row of the batch that has another prompt. KTO estimates the KL from the rows in which
+        the column `desirable`. After them, the batch has one mismatched row per labeled response. Such a row combines
+        the prompt with the response of the next row whose prompt differs. KTO estimates the KL from the rows in which
         `mismatched` is true.
         """
         indices = np.arange(len(self._rows)) if indices is None else indices
@@ -123,8 +125,8 @@ class PreferenceExamples:
         return _make_batch(rows, columns)
 
     def _other_response(self, i: int, index: int, rows: "Sequence[_Tokens]", prompts: Sequence[bytes]) -> np.ndarray:
-        """Returns the response of the next row of the batch with another prompt than row `i`. If all prompts of the
-        batch are equal, the response is that of the next such row of the dataset after `index`.
+        """Returns the response of the next row of the batch whose prompt differs from that of row `i`. If all prompts
+        of the batch are equal, searches the dataset after `index` for such a row.
         """
         for distance in range(1, len(rows)):
             other = (i + distance) % len(rows)
@@ -147,7 +149,9 @@ class PreferenceExamples:
 
 
 def _split(side: Tokens) -> _Tokens:
-    """Splits a row into the tokens before its trained turn and those of this turn. Drops tokens after its end token."""
+    """Splits a row into the tokens before the trained turn and the tokens of this turn. Drops the tokens after this
+    turn.
+    """
     trained = np.flatnonzero(side.mask)
     start, end = int(trained[0]), int(trained[-1]) + 1
     return _Tokens(side.ids[:start], side.ids[start:end])

@@ -1,4 +1,4 @@
-"""Adds the reference's values to batches of preferences, and evaluates a model on held-out preferences."""
+"""Adds the reference's log-probabilities to batches of preferences, and evaluates a model on held-out preferences."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
@@ -54,8 +54,8 @@ def _estimate_kl(table: TensorDict) -> TensorDict:
 def store_reference(run: Run, examples: PreferenceExamples, reference: "ReferenceGroup") -> None:
     """Computes the reference's log-probabilities of all pairs before training, so that batches contain them. Blocks.
 
-    A resumed run reads them from the run folder, so that they are bitwise identical. A replay computes none, because
-    the recorded batch contains them.
+    A resumed run reads the log-probabilities from the run folder, so that they are bitwise identical to those before
+    the resume. A replay computes none, because the recorded batch contains them.
     """
     if isinstance(run, ReplayedRun):
         return

@@ -26,7 +26,7 @@ Described = Any
 """A value as JSON (`describe`). Any: JSON values are nested."""
 
 TABLES = "calls"
-"""Folder of the columns that calls returned, in the folder of a recording."""
+"""Name of the folder with the columns that calls returned, within the folder of a recording."""
 
 
 @dataclass
@@ -37,10 +37,14 @@ class LoggedCall:
     method: str
     world_size: int
     arguments: Mapping[str, Described]
-    """Value of each argument by name. A batch is described by its number of rows and the names of its columns."""
+    """Value of each argument by name. A batch is described by its number of rows and the names of its columns. Only
+    plain values and batches are logged.
+    """
     result: Batch | Future
     table: Future | LocalRef | None = None
-    """Future of the checksum of the file with the columns that the call returned."""
+    """Future of the checksum of the file with the columns that the call returned, or of an error message
+    (`save_table`). None if the call returned no columns.
+    """
 
 
 @dataclass
@@ -63,7 +67,7 @@ class CallLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Logs no calls in the block. The run uses it for its own calls, such as those of a weight sync."""
+        """Logs no calls in the block. Used for calls that the run itself makes, such as those of a weight sync."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -85,7 +89,7 @@ class CallLog:
             self.metrics += metrics
 
     def save_tables(self, folder: Path) -> None:
-        """Starts to write the columns that the logged calls returned to files `calls/0001.safetensors`, ..."""
+        """Starts to write the result columns of the logged calls to the files `calls/0001.safetensors`, ..."""
         (folder / TABLES).mkdir(parents=True)
         for number, call in enumerate(self.entries, start=1):
             if isinstance(call.result, Batch) and call.result.columns:
@@ -122,16 +126,16 @@ def _as_metric(value: Any) -> Metric:
 
 
 def _describe_argument(value: Any) -> Described:
-    """Returns an argument of a call as JSON, or None for a future and for other objects."""
+    """Returns an argument of a call as JSON. Returns None unless it is a batch or a plain value."""
     if isinstance(value, Batch):
         return {"num_rows": value.num_rows, "columns": list(value.columns)}
     return value if isinstance(value, bool | int | float | str) else None
 
 
 def describe(value: Any) -> Described:  # Any: the result of any call
-    """Returns a value as JSON, such that equal JSON means bitwise equal values. Tensors become checksums.
+    """Returns a value as JSON, such that equal JSON means bitwise equal values. Tensors and arrays become checksums.
 
-    An object of any other class is described by the name of its class only.
+    Exception: an object that is no plain value, array, container or dataclass becomes the name of its class.
     """
     match value:
         case None | bool() | int() | float() | str():

@@ -63,7 +63,7 @@ class Recording:
     def describe_inexactness(self) -> str:
         """Returns why an inline replay differs by rounding, such as `actor had 2 ranks and critic was sharded`.
 
-        Returns an empty string if the replay is bitwise identical.
+        Returns an empty string if an inline replay must be bitwise identical.
         """
         sizes = {name: role["world_size"] for name, role in self.values["roles"].items()}
         reasons = [f"{name} had {size} ranks" for name, size in sizes.items() if size > 1]
@@ -87,7 +87,8 @@ def recordings(run: Path) -> Checkpoints:
 def read_recording(run: Path, step: int | None) -> Recording:
     """Returns the verified recording of a step. None selects the only recording of a run.
 
-    Raises UserError if there is none, and CheckpointError if it is corrupt.
+    Raises UserError if the run has no such recording, or if it has several and `step` is None. Raises CheckpointError
+    if the recording is corrupt or has another format.
     """
     folder = recordings(run)
     if not run.is_dir():
@@ -128,7 +129,9 @@ def describe_machine() -> dict[str, str]:
 
 
 def source_checksums() -> dict[str, int]:
-    """Returns the CRC-32 of each loaded source file of flowrl, of the recipes, and below the working folder."""
+    """Returns module -> CRC-32 of its source file, for loaded modules of flowrl, of the recipes, and below the working
+    folder.
+    """
     checksums = {}
     working_folder = Path.cwd()
     for name, module in list(sys.modules.items()):
@@ -143,7 +146,7 @@ def source_checksums() -> dict[str, int]:
 
 
 def changed_sources(recorded: Mapping[str, int]) -> list[str]:
-    """Returns the modules whose source files differ from those of the recording.
+    """Returns the modules whose source files have other checksums than in the recording.
 
     Ignores modules that are not loaded in this process.
     """

@@ -37,13 +37,13 @@ class Replay:
     """`inline` runs one rank of each role in this process. `ray` starts the processes of the config's placement."""
     notify: Callable[[str], None]
     before_step: Callable[[FrameType], None] = lambda frame: None
-    """Called with the frame of the recipe at the start of the step."""
+    """Called with the frame of the recipe before the loop body runs."""
     results: StepResults | None = field(default=None)
-    """Results of the step, after the recipe has ended."""
+    """Results of the step. None until the recipe has ended, or if it has not run the step."""
 
 
 class DeferredGroup:
-    """A worker group that starts when one of its methods is first used, because a replay needs few of the groups."""
+    """A worker group that starts when one of its methods is first used, because a replay uses only few groups."""
 
     def __init__(self, role: str, start: Callable[[], WorkerGroup], rejection: str = "") -> None:
         """`rejection` states why the group cannot start. It is empty if the group can start."""
@@ -165,7 +165,7 @@ class ReplayedRun:
         self.version += 1
 
     def due(self, every: int | None) -> bool:
-        """Returns False, so that evaluations in the loop body are skipped."""
+        """Ends the logged part of the step, and returns False, so that evaluations in the loop body are skipped."""
         self._end_calls()
         return False
 

@@ -16,10 +16,10 @@ class StepDebugger:
     """Runs `pdb` in a replayed step."""
 
     def __init__(self, functions: Sequence[str], *, stops_at_start: bool) -> None:
-        """Raises UserError if one of the functions, `module:function`, cannot be imported or has no Python source.
+        """Sets the breakpoints. Raises UserError if a function cannot be imported or has no Python source.
 
         Args:
-            functions: functions at whose first line the debugger stops.
+            functions: functions at whose first line the debugger stops, as `module:function`.
             stops_at_start: whether the debugger stops before the first line of the loop body.
         """
         self._debugger = pdb.Pdb(nosigint=True)
@@ -28,7 +28,7 @@ class StepDebugger:
             code = getattr(function, "__code__", None)
             if code is None:
                 raise UserError(f"--break {name} is not a Python function: name a function, as module:function")
-            # A breakpoint in the first line with code after the signature, where the arguments are defined.
+            # The breakpoint is in the first line of code after the signature, because the arguments are defined there.
             lines = [line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno]
             problem = self._debugger.set_break(code.co_filename, min(lines, default=code.co_firstlineno))
             if problem:
@@ -37,7 +37,7 @@ class StepDebugger:
             self._debugger.rcLines.append("continue")
 
     def start(self, frame: FrameType) -> None:
-        """Stops at the next line of a frame, or runs until one of the functions is called."""
+        """Stops at the next line of `frame`, or, without `stops_at_start`, when one of the functions is called."""
         self._debugger.set_trace(frame)
 
     def inspect_error(self, error: BaseException) -> None:
@@ -50,7 +50,7 @@ class StepDebugger:
 
 
 def _import_function(name: str) -> Any:  # Any: checked by the caller
-    """Returns the function `module:function`, or the method `module:Class.method`. Raises UserError."""
+    """Returns the function `module:function` or method `module:Class.method`. Raises UserError if it is missing."""
     module, _, path = name.partition(":")
     first, *attributes = path.split(".")
     try:
@@ -60,7 +60,7 @@ def _import_function(name: str) -> Any:  # Any: checked by the caller
 
 
 def first_cause(error: BaseException) -> tuple[BaseException, TracebackType | None]:
-    """Returns the original exception of a chain, which a worker error wraps, and its traceback."""
+    """Returns the first exception in the chain of `error`, such as the cause of a worker error, and its traceback."""
     while error.__context__ is not None:
         error = error.__context__
     return error, error.__traceback__

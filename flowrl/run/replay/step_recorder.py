@@ -1,4 +1,6 @@
-"""Records steps of a run: the batch, the states before the step, its calls and metrics, and the states after it."""
+"""Records steps of a run: the batch, the states before the step, its calls and metrics, and checksums of the states
+after it.
+"""
 
 import os
 import zlib
@@ -39,9 +41,9 @@ from flowrl.run.replay.recording import (
 
 
 def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Described]]:
-    """Returns the checksums of the states of checkpointable groups, per rank. Blocks.
+    """Returns role -> checksums of the state on each rank, for checkpointable groups. Blocks.
 
-    Skips workers without an engine.
+    Omits groups whose workers have no engine.
     """
     states = {role: group.run(_checksum_worker) for role, group in groups.items()}
     return {role: own for role, own in states.items() if None not in own}
@@ -79,8 +81,8 @@ class StepRecorder(RunObserver):
     ) -> None:
         """Removes incomplete recordings, and recordings of steps after `last_step`, which a resumed run trains again.
 
-        `saver` has the groups and objects of the checkpoints of the run, which are also recorded. `inputs` are the
-        checksums of the input files.
+        `saver` has the groups and driver objects whose states checkpoints contain. Recordings contain the same states.
+        `inputs` are the checksums of the input files.
         """
         self._config, self._cluster, self._inputs = config, cluster, inputs
         self._saver = Saver(recordings(config.output), CheckpointConfig(every=1, keep_last=None), ())
@@ -90,7 +92,7 @@ class StepRecorder(RunObserver):
         self._recorded_checks: set[str] = set()
         """Health checks that have requested a recording."""
         self._step: int | None = None
-        """Step that is being recorded."""
+        """Step that is being recorded, or None."""
         self._path = Path()
         self._values: dict[str, Any] = {}
         """Values of `step.json` so far."""
@@ -112,8 +114,8 @@ class StepRecorder(RunObserver):
     def request_after_findings(self, health: HealthLog) -> None:
         """Requests a recording of the next step after the first finding of each check in `health.record_on`.
 
-        On resume, a finding from before the checkpoint also requests a recording, unless a later step is already
-        recorded.
+        On resume, a finding from before the checkpoint also requests a recording, unless a step after the finding is
+        already recorded.
         """
         steps = self._recordings.steps()
         for finding in health.findings:
@@ -130,9 +132,10 @@ class StepRecorder(RunObserver):
         return self._is_requested or step in self._config.record
 
     def step_begun(self, step: int, version: int, batch: Batch) -> None:
-        """Begins to record the step if it is due: saves its batch and the states before it, and blocks.
+        """If a recording of the step is due, begins it: saves the batch and the states before the step. Blocks.
 
-        The earlier steps must have their records, and no checkpoint may be in progress.
+        The records of earlier steps must be written, and no checkpoint may be in progress. If the batch cannot be
+        stored, notifies the user and does not record the step.
         """
         if not self.is_due(step):
             return
@@ -178,7 +181,7 @@ class StepRecorder(RunObserver):
     def end_calls(self) -> None:
         """Stops logging calls, saves the columns that they returned, and waits for checksums of the states.
 
-        Does nothing if the step is not recorded, or if this has been done.
+        Does nothing if the step is not recorded, or if its calls have already ended.
         """
         if not self._log.is_running:
             return
@@ -211,7 +214,7 @@ class StepRecorder(RunObserver):
     def keeps_step(self, error: BaseException | None) -> bool:
         """Returns whether an incomplete recording must be completed when the run ends with `error`.
 
-        This is so if the run failed, but not if it ended without an error (None) or by Ctrl-C or another signal.
+        True if the run failed. False if it ended without an error (None), by Ctrl-C, or by another signal.
         """
         return self._step is not None and isinstance(error, Exception)
 
@@ -230,8 +233,8 @@ class StepRecorder(RunObserver):
     def _complete_after(self, error: BaseException | None) -> None:
         """Completes the recording of a step after the run has failed with `error`.
 
-        If the recorded step itself failed, the error takes the place of its results. If the next step failed, the
-        recording has the results of its step as usual.
+        If the recorded step failed, the recording has the error instead of results. If the next step failed, the
+        recording has the results of the recorded step as usual.
         """
         assert self._step is not None
         step = self._step
@@ -256,7 +259,7 @@ def state_checksums(engine: SavedEngine) -> dict[str, Any]:
     """Returns the checksums of the trained weights and optimizer tensors of this rank, and the engine's counters.
 
     The result has plain values: `tensors` maps a name to its `crc32` and `norm` (L2, in float64), and `counters` is
-    `engine.counters()`. For a sharded tensor, both are those of this rank's shard.
+    `engine.counters()`. For a sharded tensor, `crc32` and `norm` are computed from this rank's shard.
     """
     state = engine.save_state(with_optimizer=engine.has_optimizer_state)
     tensors = {

@@ -28,7 +28,9 @@ from flowrl.run.replay.replayed_run import Replay, ReplayedRun
 from flowrl.run.replay.step_debugger import StepDebugger, is_quit
 
 ROUNDING = Tolerance(relative=1e-3, floor=1e-3)
-"""Accepted differences of values that are computed with another number of ranks, or without sharding."""
+"""Accepted differences if the recorded step used several ranks or sharding, and the replay runs one rank without
+sharding.
+"""
 
 RESULT = "replay.json"
 """File in the folder of `--output` with the result of the comparison."""
@@ -60,14 +62,14 @@ def replay_step(
 
     Args:
         recording: the recorded step.
-        config: its config, possibly with other settings.
-        train: the training function of its recipe.
-        overrides: the settings that differ from the recording, as `KEY=VALUE`. With overrides, different results are
-            printed and are no error.
-        backend: `inline` runs one rank of each role in this process, `ray` the processes of the placement.
-        output: new folder for the columns that calls return and for `replay.json`. None: they are not kept.
-        debugger: stops the step. After an exception, it opens in the frame that raised the exception.
-        console: where to print. None: the standard output.
+        config: the config of the recording, possibly with other settings.
+        train: the training function of the recipe.
+        overrides: the settings that differ from the recording, as `KEY=VALUE`. With overrides, differences of the
+            results are printed, but are not an error.
+        backend: `inline` runs one rank of each role in this process. `ray` starts the processes of the placement.
+        output: new folder for the columns that calls return and for `replay.json`. None keeps no files.
+        debugger: stops the step, and opens after an exception in the frame that raised it. None uses no debugger.
+        console: receives the output. None prints to the standard output.
     Raises:
         CheckFailed: the step fails as in the run, or the user has quit the debugger. Without overrides, also if the
             results differ, or if the step succeeds but failed in the run.
@@ -137,7 +139,7 @@ def _report(
 ) -> None:
     """Prints the comparison, and writes it to the output folder.
 
-    Raises CheckFailed if results differ without overrides.
+    Raises CheckFailed if results differ although `overrides` is empty.
     """
     inexactness = recording.describe_inexactness() if backend == "inline" else ""
     tolerance = ROUNDING if inexactness else None
@@ -247,9 +249,9 @@ def _describe_changes(recording: Recording) -> list[str]:
 def compare_steps(recorded: StepResults, replayed: StepResults, tolerance: Tolerance | None) -> list[Compared]:
     """Compares calls, metrics, states of roles and states of driver objects, in this order.
 
-    Without a tolerance, all values must be bitwise identical. Otherwise, it applies to numbers, to the L2 norm of the
-    difference of a float column, and to the difference of the L2 norms of state tensors. Integer columns must be
-    identical. Checksums are ignored.
+    Without a tolerance, all values must be bitwise identical. A tolerance applies to numbers, to the L2 norm of the
+    difference of a float column, and to the difference of the L2 norms of state tensors. Checksums are then ignored,
+    but integer columns must be identical.
     """
     first, second = recorded.values, replayed.values
     compared = [_compare_calls(recorded, replayed, tolerance)]
@@ -265,7 +267,7 @@ def compare_steps(recorded: StepResults, replayed: StepResults, tolerance: Toler
 
 
 def _by_tensor(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Maps the name of a tensor or counter, with the rank if there are several, to its value."""
+    """Returns name -> value of all tensors and counters. With several ranks, the name contains the rank."""
     suffix = (lambda rank: "") if len(states) == 1 else (lambda rank: f" of rank {rank}")
     return {
         f"{name}{suffix(rank)}": value
@@ -275,7 +277,7 @@ def _by_tensor(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _full_norms(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Maps the name of a tensor to the norm of the full tensor. Each rank has a shard or a copy of the tensor."""
+    """Returns name -> L2 norm of the full tensor. Each rank has a shard or a copy of the tensor."""
     norms = {}
     for name, checksum in states[0]["tensors"].items():
         own = [state["tensors"].get(name, {"norm": 0.0}) for state in states]
@@ -326,7 +328,9 @@ def _compare_call(call: Any, other: Any, tables: Sequence[Path], tolerance: Tole
 
 
 def compare_tables(recorded: Path, replayed: Path, tolerance: Tolerance | None) -> str:
-    """Returns the first column that differs in two files of `write_table` and its difference, or an empty string."""
+    """Returns a text with the first column that differs between two files of `write_table`, and with its difference.
+    Returns an empty string if all columns are equal.
+    """
     first, second = read_columns(recorded), read_columns(replayed)
     for name, column in first.items():
         if name not in second:
@@ -338,7 +342,7 @@ def compare_tables(recorded: Path, replayed: Path, tolerance: Tolerance | None) 
 
 
 def _without_times(name: str, column: torch.Tensor | list) -> torch.Tensor | list:
-    """Returns a column without the seconds of the calls of rewards, which differ from run to run."""
+    """Returns a column without the durations of reward calls, which differ from run to run."""
     if name != CALLS or isinstance(column, torch.Tensor):
         return column
     return [{reward: {**call, "seconds": None} for reward, call in row.items()} for row in column]
