@@ -392,7 +392,9 @@ def _gaps(per_token: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _moments(x_N: Tensor, y_N: Tensor) -> tuple[Tensor, ...]:
-    """Returns means, sums of squares and the sum of products of x and y, for `Correlation`."""
+    """Returns arguments of `Correlation`: the means of x and y, their sums of squared deviations from the mean, and the
+    sum of products of the deviations.
+    """
     num_pairs = max(1, x_N.numel())
     mean_x, mean_y = x_N.sum() / num_pairs, y_N.sum() / num_pairs
     gaps_x_N, gaps_y_N = x_N - mean_x, y_N - mean_y

@@ -192,7 +192,10 @@ class Saver:
             self._commit(saving, Score.of(line, self._compared_by))
 
     def _poll(self, saving: _Saving, role: str, wait: bool) -> None:
-        """Reads the last poll of a group, and polls again if a rank has not finished."""
+        """Asks the ranks of a group whether they have finished, or reads their answer. Stores the files when all have.
+
+        If a rank has not finished, the next call asks again; with `wait`, this call does.
+        """
         save, group = saving.saves[role], self.groups[role]
         if role in saving.saved or not (wait or save.done()):
             return

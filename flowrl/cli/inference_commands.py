@@ -244,7 +244,12 @@ def _add_serve(commands: Commands) -> None:
         help="default: float32 on the CPU, that of the files on a GPU",
     )
     parser.add_argument("--max-model-len", type=positive_count, metavar="N", help="tokens of prompt and response")
-    parser.add_argument("--kv-cache-gb", type=positive, metavar="GB", help="memory of the KV cache on each device")
+    parser.add_argument(
+        "--kv-cache-gb",
+        type=positive,
+        metavar="GB",
+        help="memory of the KV cache on each device; default: 1 on the CPU, vLLM's share of a GPU",
+    )
     add_vllm_options(parser)
     parser.set_defaults(run=_serve)
 

@@ -127,7 +127,8 @@ class LoraConfig(Config):
     """Rank-stabilized scale, alpha / sqrt(rank), so that gradients do not shrink with the rank (arXiv 2312.03732)."""
 
     targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all_linear"
-    """Target layers: all linear layers except the head, or a list of names such as [q_proj, v_proj]."""
+    """Target layers: all linear layers except the head (in a mixture of experts only those of attention), or a list of
+    names such as [q_proj, v_proj]."""
 
     modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Modules of which all weights are trained, such as [embed_tokens, lm_head] for tokens that the model has not
@@ -159,8 +160,9 @@ class WeightGroupConfig(Config):
     """A group of weights with its own learning rate or weight decay."""
 
     weights: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """Patterns of weight names, such as [value_head.*]; `*` matches any text. Names are those of the model in
-    transformers. In a critic, the prefix `backbone.` precedes them, and in a reward model, `model.`."""
+    """Patterns of weight names, such as [value_head.*]; `*` matches any text. For a policy, the
+    names are those of its causal language model, such as `model.layers.0.mlp.up_proj.weight`; for a critic
+    `value_head.*` and `backbone.layers.0...`; for a reward model `model.model.layers.0...` and `model.score.weight`."""
 
     lr: PositiveFloat | None = None
     """Peak learning rate. It follows the schedule of the optimizer. Null uses that of the optimizer."""
@@ -411,7 +413,7 @@ class EngineConfig(Config):
         if self.strategy in REPLICATED:
             for name, value in self.sharding_settings().items():
                 raise ValueError(
-                    f"{name} is {value}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
+                    f"{name} is {str(value).lower()}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
                 )
         if self.expert_parallel and self.offload in ("parameters", "auto"):
             raise ValueError(
@@ -432,10 +434,11 @@ def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bf
 
 
 def compiles(engine: EngineConfig, *, on_gpu: bool, is_parallel: bool, is_deterministic: bool) -> bool:
-    """Returns whether the layers of a model are compiled, if the host has a compiler.
+    """Returns whether the layers of a dense model are compiled, if the host has a compiler.
 
-    `auto` does so on GPUs, except for layers with collectives (FSDP2, `tp`, `sp`) and of pipeline stages, which have
-    not run compiled on a GPU, and in deterministic mode, because torch selects kernels by measured time.
+    `auto` compiles on GPUs, except in deterministic mode, because torch selects kernels by measured time. `is_parallel`
+    excludes layers that have not run compiled on a GPU: with collectives (FSDP2, `tp`, `sp`), of pipeline stages, or
+    with quantized weights. The engine excludes mixtures of experts.
     """
     if engine.compile == "auto":
         return on_gpu and not is_parallel and not is_deterministic

@@ -94,8 +94,8 @@ class TrainedConfig(RoleConfig):
     """Optimizer settings."""
 
     lora: LoraConfig | None = None
-    """Settings of a LoRA adapter. With an adapter, only the adapter is trained, and in a critic also the value head.
-    Null trains all weights."""
+    """Settings of a LoRA adapter. With an adapter, only the adapter, `lora.modules_to_save` and the head of a
+    critic or reward model are trained. Null trains all weights."""
 
     router_loss_coef: NonNegativeFloat | None = None
     """Coefficient of the auxiliary loss that balances the experts of a mixture of experts (docs/models.md); 0 omits the
@@ -126,16 +126,16 @@ class TrainedConfig(RoleConfig):
     def _check_base_quantization(self) -> Self:
         kind = None if self.lora is None else self.lora.base_quantization
         engine = self.engine
-        for name, value, is_supported in (
-            ("engine.strategy", engine.strategy, engine.strategy != "fsdp"),
-            ("engine.offload", engine.offload, engine.offload not in ("parameters", "idle")),
-            ("engine.compile", engine.compile, engine.compile is not True),
-            ("model.dtype", self.model.dtype, kind == "nf4" or self.model.dtype != "float64"),
+        for name, value, is_supported, supported in (
+            ("engine.strategy", engine.strategy, engine.strategy != "fsdp", "auto, ddp or zero1"),
+            ("engine.offload", engine.offload, engine.offload not in ("parameters", "idle"), "none or optimizer"),
+            ("engine.compile", engine.compile, engine.compile is not True, "auto or false"),
+            ("model.dtype", self.model.dtype, kind == "nf4" or self.model.dtype != "float64", "float32 or bfloat16"),
         ):
             if kind is not None and not is_supported:
                 raise ValueError(
-                    f"lora.base_quantization is {kind}, which does not support {name}: {str(value).lower()}: change "
-                    f"one of them"
+                    f"lora.base_quantization is {kind}, which does not support {name} {str(value).lower()}: set "
+                    f"{name} to {supported}, or remove lora.base_quantization"
                 )
         return self
 
@@ -403,8 +403,9 @@ class RolloutConfig(RoleConfig):
     template. They remain part of the response."""
 
     template: FilePath | None = None
-    """Conversation template file (docs/data.md) whose stop tokens end a response. Null uses `data.template`, and
-    otherwise the template in the model's folder or of its tokenizer.
+    """Conversation template file (docs/data.md) whose stop tokens end a response. Null uses `data.template`. If
+    that is null, too, the rollout uses `conversation_template.json` in the tokenizer's folder, or else the tokenizer's
+    chat template.
     """
 
     keep_turn_cache: bool = True
@@ -509,7 +510,7 @@ class RolloutConfig(RoleConfig):
 
     @property
     def can_share_weights(self) -> bool:
-        """Whether the rollout has no weights of its own in a process of the actor."""
+        """Whether the rollout can use the actor's weights instead of a copy, if both are in one process."""
         return self.capabilities.shares_weights and self.quantization is None
 
     def can_sleep(self, *, on_gpus: bool) -> bool:

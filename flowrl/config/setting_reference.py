@@ -248,12 +248,16 @@ def _row(name: str, info: FieldInfo, sections: Mapping[Classes, _Section]) -> st
     classes = config_classes(info.annotation)
     allowed = type_of(info)
     if classes:
-        allowed = allowed.replace("group", f"{sections[classes].link} group", 1)
+        link, is_mapping = sections[classes].link, allowed.startswith("mapping of groups")
+        allowed = allowed.replace(
+            "groups" if is_mapping else "group", f"names to {link}" if is_mapping else f"{link} group", 1
+        )
     if info.is_required():
         default = "**required**"
     else:
         value = default_of(info)
-        default = "its defaults" if value == {} and classes else f"`{yaml_text(value)}`"
+        is_group = value == {} and classes and not allowed.startswith("mapping of")
+        default = "its defaults" if is_group else f"`{yaml_text(value)}`"
     cells = [f"`{name}`", allowed, default, meaning_of(info)]
     return _table_row(*cells)
 

@@ -284,7 +284,10 @@ class Cluster:
         return f"cuda:{slot.device}" if self._inline else "cuda:0"
 
     def _divide_threads(self) -> Mapping[int, int]:
-        """Returns node index -> number of threads of each process. Node 0 also has the driver and the task worker."""
+        """Returns node index -> number of threads of each process. Node 0 always has an entry.
+
+        The driver and the task worker, on node 0, do not count when the CPUs are divided.
+        """
         num_processes = {0: 0} | self.plan.count_processes()
         if self._num_threads is not None:
             return dict.fromkeys(num_processes, self._num_threads)

@@ -158,8 +158,11 @@ class References:
     awaits_peers: bool = True
     """Whether the rank also waits for the inputs of its peers, because the call contains collectives."""
     refs: list[Ref] = field(default_factory=list)
+    """References that the backend sends to the worker."""
     sources: list[Ref] = field(default_factory=list)
-    """The same references in the driver. A `CallRef` contains the call that computes the value."""
+    """The driver's reference for each entry of `refs`. A `CallRef` also has the record of the call that computes the
+    value.
+    """
     _positions: dict[int, int] = field(default_factory=dict)
     """id(reference) -> position, for the first `_num_indexed` references."""
     _num_indexed: int = 0

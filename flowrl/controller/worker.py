@@ -240,7 +240,8 @@ class WorkerContext:
 class Worker(Generic[GroupType]):
     """Base class of workers. Subclasses decorate the methods that the driver calls with `@register`.
 
-    `Worker["JudgeGroup"]` names the type of the group for type checkers and editors. `flowrl stubs` writes that type.
+    A subclass of `Worker["JudgeGroup"]` declares `JudgeGroup` as the type of its worker group, for type checkers and
+    editors. `flowrl stubs` writes that type.
     """
 
     collective: ClassVar[bool] = False
@@ -337,7 +338,10 @@ class Worker(Generic[GroupType]):
         """Restores offloaded memory before a call to this worker or to a worker that uses this worker's weights."""
 
     def onload_parts(self, parts: tuple[str, ...]) -> None:
-        """Restores some parts of the offloaded memory, for a method registered with `memory`. Default: all parts."""
+        """Restores these parts of the offloaded memory before a method registered with `memory`.
+
+        The base class restores all memory.
+        """
         self.onload()
 
     def pop_usage(self) -> dict[str, float]:

@@ -532,7 +532,8 @@ def has_same_rendering(policy: Path, other: Path, template: Path | None = None) 
     Args:
         policy: folder of the policy's tokenizer.
         other: folder of the other tokenizer.
-        template: conversation template file of the policy. None uses that in its folder, if there is one.
+        template: conversation template file of the policy. If None, the template file in
+            the folder `policy` applies, or else the chat template of the tokenizer.
     Raises:
         DataError: a folder has no tokenizer, or a template is invalid.
     """

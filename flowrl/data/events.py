@@ -28,11 +28,11 @@ class CallEvent:
     arrived_ns: int
     """Time at which the worker process had received all arguments."""
     started_ns: int
-    """Time at which the method started."""
+    """Time at which the arguments were unpacked. A switch of roles on the device, and the method, follow."""
     ended_ns: int
     """Time at which the method returned."""
     finished_ns: int
-    """Time at which the result was stored."""
+    """Time at which the result was packed."""
     usage: Mapping[str, float] = field(default_factory=dict, compare=False, kw_only=True)
     """What the rank has used and done in the call, by name. A name is missing if it does not apply.
 

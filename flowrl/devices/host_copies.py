@@ -37,7 +37,7 @@ class HostCopies:
 
     def __init__(self, device: Device, *, compares: bool = True) -> None:
         """`compares`: whether to copy only tensors that have changed since their last copy, which excludes frozen
-        weights. A digest tells which have changed, but can miss the small changes of a training step, after which
+        weights. A digest detects changed tensors, but can miss the small changes of a training step, after which
         `mark_changed` must be called. Without `compares`, all tensors are copied, and no digests are computed.
         """
         self._device, self._compares = device, compares

@@ -334,7 +334,9 @@ def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement |
 
 
 def measure_dead_experts(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median share of experts without a token, of the role with the largest share."""
+    """Returns the share of experts that receive no token: the median over recent steps, of the role where it is
+    largest. Returns None if no role has experts.
+    """
     measurements = []
     for name in window.last:
         role, _, metric = name.rpartition("/")

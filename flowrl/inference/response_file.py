@@ -23,7 +23,7 @@ _PROMPT, _SAMPLE = "prompt_index", "sample"
 
 
 class ResponseOutput(Protocol):
-    """Destination of the rows, each of which has `prompt_index` and `sample`."""
+    """Destination of generated responses. Each row has `prompt_index` and `sample`."""
 
     done: frozenset[Key]
     """Rows that an earlier program has written."""

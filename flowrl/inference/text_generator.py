@@ -1,7 +1,7 @@
 """Generates text with a rollout engine in this process, for many prompts or for one streamed response.
 
-The random numbers of a token depend only on (seed, prompt index, sample, position). A response therefore does not
-depend on the other requests, on their order, or on the batch size.
+The random numbers of a token depend only on (seed, prompt index, sample, position). With engine hf on a CPU in
+float32, a response therefore does not depend on the other requests, on their order, or on the batch size.
 """
 
 import itertools
@@ -372,6 +372,4 @@ def _check_temperature(settings: EngineSettings, kind: DeviceKind, temperature: 
         )
     problem = find_speculation_problem(settings.engine_args, kind)
     if problem is not None and temperature > 0:
-        raise UserError(
-            f"the engine has {problem}, but the temperature is {temperature:g}: set temperature 0, or remove it"
-        )
+        raise UserError(f"{problem} at temperature {temperature:g}: set temperature 0, or remove speculative_config")

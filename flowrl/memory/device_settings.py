@@ -76,7 +76,7 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
         for value in models_of(config).values()
     ),
     "tp of trained roles": lambda config: _has_size(config, models_of(config), "tp"),
-    "sp": lambda config: _has_size(config, models_of(config), "sp"),
+    "sp of a role": lambda config: _has_size(config, models_of(config), "sp"),
     "tp or pp of a rollout or judge": lambda config: _has_size(
         config,
         [role for role, value in config.role_settings.items() if isinstance(value, RolloutConfig | JudgeConfig)],
@@ -141,7 +141,7 @@ def resolve_settings(config: RunConfig, planned: Plan) -> RunConfig:
 
 
 def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig:
-    """Returns the config with other settings of some roles."""
+    """Returns a copy of the config in which `roles` replaces the settings of its roles."""
     changes = {}
     for name, value in config:
         if isinstance(value, RoleConfig) and not roles.keys().isdisjoint(own := value.roles(name)):

@@ -104,7 +104,7 @@ def find_replica_problem(model: Path, replica: ReplicaSizes) -> str | None:
             return f"tp {tp}, which does not divide the model's {count} {noun}: set tp to a divisor"
     # With fewer heads than devices, each head is on several devices.
     if key_heads % tp and tp % key_heads:
-        return f"tp {tp}, which neither divides the model's {key_heads} key heads nor is divisible by them: change tp"
+        return f"tp {tp}, which neither divides the {key_heads} key-value heads nor is divisible by them: change tp"
     if replica.pp > size.layers:
         return f"pp {replica.pp}, but the model has {size.layers} layers: set pp to at most {size.layers}"
     return None
@@ -209,7 +209,7 @@ def _check_settings(role: str, settings: Mapping[str, Any], mesh: Mesh) -> None:
 def _check_tp(role: str, size: ModelSize, tp: int) -> None:
     where = f"placement.roles.{role}.tp is {tp}"
     mlp = 0 if size.experts else size.mlp  # each rank computes complete experts
-    for noun, count in (("attention heads", size.heads), ("key heads", _key_heads(size)), ("MLP columns", mlp)):
+    for noun, count in (("attention heads", size.heads), ("key-value heads", _key_heads(size)), ("MLP columns", mlp)):
         if count % tp:
             raise ConfigError(f"{where}, which does not divide the model's {count} {noun}: set tp to a divisor")
 

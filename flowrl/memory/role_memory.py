@@ -26,7 +26,7 @@ NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 """
 
 NF4_VALUES = 128
-"""The number of values of a matrix in nf4 is a multiple of it: two codes per byte, in blocks of 64 values (`_BLOCK` in
+"""Divisor of the number of values of a matrix in nf4: two codes per byte, in blocks of 64 values (`_BLOCK` in
 flowrl/engines/models/adapters/quantized_base.py).
 """
 
@@ -187,7 +187,7 @@ class RoleModel:
 
     @property
     def gathered_layer(self) -> int:
-        """Number of parameters of a layer that FSDP gathers. With expert parallelism, each rank keeps its experts."""
+        """Number of parameters that FSDP gathers for one layer: with expert parallelism, all but the experts."""
         return self.layer - (self.size.experts if self.engine.expert_parallel else 0)
 
     @property
@@ -226,14 +226,14 @@ class RoleModel:
         """Bytes of the trainable weights on this rank."""
         if self.lora is None:
             return self.weights
-        return self._adapter + self._complete * self.param_bytes // self.num_shards
+        return self._adapter + self._saved_modules * self.param_bytes // self.num_shards
 
     @property
     def trained_parameters(self) -> int:
         """Number of trainable parameters of one tensor-parallel rank before FSDP shards them."""
         if self.lora is None:
             return self.parameters
-        return self._matrices + self._complete
+        return self._matrices + self._saved_modules
 
     @property
     def _matrices(self) -> int:
@@ -246,7 +246,7 @@ class RoleModel:
         return rank * sum(inputs + outputs for _, inputs, outputs in self._adapted)
 
     @property
-    def _complete(self) -> int:
+    def _saved_modules(self) -> int:
         """Number of parameters of embeddings and head that are trained beside an adapter. Norms are negligible."""
         names = () if self.lora is None else self.lora.modules_to_save
         largest = 2 if self.is_policy and not self.size.tied else 1
@@ -271,7 +271,7 @@ class RoleModel:
     @property
     def _moments(self) -> int:
         """Bytes of the optimizer state of the weights of this rank."""
-        if self.lora is not None:  # the factors of an adapter have too few rows or columns for quantized moments
+        if self.lora is not None:  # in 8 bits only at ranks that are multiples of 64, which this overestimates
             return 2 * self.trained
         count, hidden = 2 * self.parameters * self.param_bytes, self._hidden(1)
         if self.optimizer == "muon":
@@ -286,8 +286,8 @@ class RoleModel:
         return count // self.num_shards
 
     def _hidden(self, divisor: int) -> int:
-        """Returns the number of values of a tensor-parallel rank in matrices of layers whose input width has this
-        divisor.
+        """Returns the number of values on a tensor-parallel rank in the matrices of layers whose number of inputs is a
+        multiple of `divisor`.
         """
         matrices = sum(inputs * outputs for _, inputs, outputs in self.size.linears if inputs % divisor == 0)
         return self.num_layers * matrices // self.mesh.tp
@@ -319,7 +319,7 @@ class RoleModel:
     @property
     def adapter(self) -> int:
         """Bytes of the full adapter, with the weights of `modules_to_save`, that a weight sync sends."""
-        return 4 * self.size.layers * self._matrices_of_layer + self._complete * self.param_bytes
+        return 4 * self.size.layers * self._matrices_of_layer + self._saved_modules * self.param_bytes
 
     @property
     def merged(self) -> int:
@@ -354,8 +354,10 @@ class RoleModel:
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Bytes of one dequantized weight, and of the NCCL communicators: of all ranks, of the shards, of tensor and
-        sequence parallelism, and of a pipeline: hidden states, gradients, and the ranks of a stage.
+        """Bytes of one dequantized weight, and of the NCCL communicators.
+
+        There is one communicator each for all ranks, the shards, `tp` and `sp`, and three for `pp`: hidden states,
+        gradients, and the ranks of a stage.
         """
         fixed = {}
         if self.lora is not None and self.lora.base_quantization is not None:

@@ -192,7 +192,7 @@ def since(path: Iterable[Segment], start_ns: int) -> list[Segment]:
 
 
 def path_totals(path: Iterable[Segment]) -> dict[tuple[str, Part], int]:
-    """Returns the nanoseconds of the path per (call name, part), largest first."""
+    """Returns (call name, part) -> nanoseconds on a critical path, largest first."""
     totals: defaultdict[tuple[str, Part], int] = defaultdict(int)
     for segment in path:
         totals[call_name(segment.event), segment.part] += segment.duration_ns

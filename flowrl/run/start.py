@@ -48,7 +48,9 @@ class StartedRun:
     resumed: Checkpoint | None
     """Checkpoint from which the run resumes."""
     inputs: dict[str, FileChecksum]
-    """Checksums of the input files. A user may edit the files during the run."""
+    """Checksums of the input files at the start. Checkpoints store them, because a user may edit the files during the
+    run.
+    """
     template: ConversationTemplate | None
     saver: Saver
     weight_sync: WeightSync

@@ -91,7 +91,7 @@ class ModelWorker(Worker[GroupType]):
     offloads_when_idle = False
     """Whether the engine moves its state to the CPU while other roles use its device."""
     loaded: tuple[ModelKind, ModelRoleConfig] | None = None
-    """Kind and settings of the model that `start_engine` has loaded. None: the worker uses the model of another."""
+    """Kind and settings of the model that `start_engine` has loaded. None if the worker uses another role's model."""
 
     @register(Dispatch.RANK_ZERO, memory=())
     def weight_differences(self) -> WeightDifferences:

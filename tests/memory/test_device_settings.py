@@ -544,7 +544,7 @@ def test_a_plan_names_the_untested_features_of_the_run(
     ("role", "sizes", "name"),
     [
         ("actor", {"tp": 2}, "tp of trained roles"),
-        ("actor", {"sp": 2}, "sp"),
+        ("actor", {"sp": 2}, "sp of a role"),
         ("actor", {"pp": 2}, "pp of trained roles"),
         ("rollout", {"pp": 2}, "tp or pp of a rollout or judge"),
     ],

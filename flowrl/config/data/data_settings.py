@@ -67,8 +67,8 @@ class DataFile(Config):
     """Seed of the rows of `reasoning_gym`. Rows of different seeds or splits are generated from different numbers."""
 
     system: str | None = None
-    """System message of the rows of `reasoning_gym`: text, or the name of a prompt of the package, such as `default`,
-    which requests the answer between <answer> and </answer>. Null adds no message.
+    """System message of rows of `reasoning_gym`: text, or the name of a system prompt of that package. The prompt
+    `default` requests the answer between <answer> and </answer>. Null adds no message.
     """
 
     weight: PositiveFloat = 1.0

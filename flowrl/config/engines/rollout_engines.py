@@ -60,7 +60,8 @@ class EngineCapabilities:
     returns_routes: bool = False
     """The engine returns the experts that a mixture of experts has chosen (`rollout.router_replay`)."""
     dimensions: tuple[Literal["tp", "pp"], ...] = ()
-    """Parallel sizes that its role in the placement may have. One engine then uses several devices of a node."""
+    """Parallel sizes that its role in the placement may have. One engine then uses several devices, with `pp` possibly
+    on several nodes."""
     partial_models: bool = False
     """The engine loads a model whose files lack weights or have unexpected ones (`model.strict: false`) as the trainer
     does."""
@@ -157,8 +158,8 @@ class TransferConfig(Config):
     via: Literal["auto", "object_store", "cuda_ipc", "nccl", "gloo"] = "auto"
     """Transport of the weights. If the engine supports it, `auto` selects cuda_ipc on the actor's GPUs and nccl on
     other GPUs. Otherwise, and on GPUs of an actor with `engine.offload: idle`, `auto` selects object_store. `gloo` is a
-    broadcast as `nccl`, for CPUs. If the actor has `lora`, object_store sends only the adapter, and the rollout merges
-    it into the base model, which it reads from `model.path`.
+    broadcast like `nccl`, for CPUs. If the actor has `lora`, object_store sends only the adapter, which the rollout
+    merges into the base model, which it reads from `model.path`.
     """
 
     senders: Literal["one", "all"] = "one"

@@ -14,35 +14,37 @@ CACHE_SHARE = 0.9
 """Share of the free memory of a GPU that becomes the KV cache. The rest covers errors of the estimate."""
 
 
+_CACHE = "set vllm.kv_cache_gb, or --kv-cache-gb of a command"
 _FIXED = "flowrl needs its value"
 _NO_CODE = "flowrl runs no code of a model"
+_NO_PLUGIN = "flowrl loads no plugins of vLLM"
 
 OWN_ARGUMENTS: Mapping[str, str] = {
     "model": "set the path of the model",
     "model_weights": "set the path of the model",
     "dtype": "set vllm.dtype",
-    "quantization": "set quantization of the role",
-    "quantization_config": "set quantization of the role",
+    "quantization": "set quantization of the role, or --quantization of a command",
+    "quantization_config": "set quantization of the role, or --quantization of a command",
     "max_model_len": "set vllm.max_model_len",
     "max_num_seqs": "set max_num_seqs of the role",
-    "kv_cache_memory_bytes": "set vllm.kv_cache_gb",
-    "gpu_memory_utilization": "set vllm.kv_cache_gb",
-    "num_gpu_blocks_override": "set vllm.kv_cache_gb",
+    "kv_cache_memory_bytes": _CACHE,
+    "gpu_memory_utilization": _CACHE,
+    "num_gpu_blocks_override": _CACHE,
     "enable_prefix_caching": "set vllm.prefix_caching",
     "enforce_eager": "set vllm.graphs",
     "async_scheduling": "set vllm.async_scheduling",
     "enable_sleep_mode": "set vllm.sleep",
-    "tensor_parallel_size": "set tp of the role in the placement",
-    "pipeline_parallel_size": "set pp of the role in the placement",
-    "prefill_context_parallel_size": "set tp of the role in the placement",
+    "tensor_parallel_size": "set tp of the role in the placement, or --tp of a command",
+    "pipeline_parallel_size": "set pp of the role in the placement, or --pp of a command",
+    "prefill_context_parallel_size": "set tp of the role in the placement, or --tp of a command",
     "device_ids": "the placement selects devices",
     "served_model_name": "flowrl serve has --name",
     "distributed_executor_backend": "the placement decides on processes",
     "trust_remote_code": _NO_CODE,
     "code_revision": _NO_CODE,
     "model_class_overrides": _NO_CODE,
-    "reasoning_parser_plugin": _NO_CODE,
-    "kv_transfer_config": _NO_CODE,
+    "reasoning_parser_plugin": _NO_PLUGIN,
+    "kv_transfer_config": _NO_PLUGIN,
     "revision": "set the path of the model",
     "runner": _FIXED,
     "convert": _FIXED,
@@ -73,7 +75,7 @@ _OWN_PREFIXES: Mapping[str, str] = {
 }
 
 SPECULATIVE_METHODS = ("ngram", "suffix")
-"""Methods of speculative decoding that have no weights. A weight sync would not update those of the others."""
+"""Methods of speculative decoding without a draft model, which a weight sync would not update."""
 
 
 def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
@@ -92,20 +94,19 @@ def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
         )
     if (method := speculative.get("method")) not in SPECULATIVE_METHODS:
         return (
-            f"speculative_config.method is {method}, but only {' and '.join(SPECULATIVE_METHODS)} have no weights, "
-            f"which a weight sync would not update: set one of them"
+            f"speculative_config.method is {method}, whose draft model a weight sync would not update: set method "
+            f"{' or '.join(SPECULATIVE_METHODS)}, which have none"
         )
     return None
 
 
 def find_speculation_problem(arguments: Mapping[str, Any], device: DeviceKind) -> str | None:
-    """Returns which argument of vLLM's engine gives wrong responses on a kind of devices, for an error message. Returns
-    None if none does.
+    """Returns the problem of speculative decoding on a kind of devices, or None.
 
     On CPUs, vLLM 0.32 accepts proposed tokens that it should reject. Only greedy responses are right.
     """
     if device == "cpu" and arguments.get("speculative_config"):
-        return "speculative_config set, with which vLLM samples wrong tokens on CPUs"
+        return "speculative_config is set, with which vLLM samples wrong tokens on CPUs"
     return None
 
 

@@ -38,8 +38,8 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 
 class HealthConfig(Config):
-    """Limits of the health checks (docs/observability.md). A value beyond its limit is a finding. Findings change no
-    result. Null disables a check.
+    """Limits of the health checks (docs/observability.md). A value beyond its limit is a finding. Findings do not
+    change training, except that `stop_on` ends the run. Null disables a check.
     """
 
     steps: PositiveInt = 10

@@ -308,7 +308,7 @@ class RayBackend:
             self._add_host(slot, kind, restarts, options | forked)
 
     def _device_options(self, slot: Slot, kind: str) -> dict[str, Any]:
-        """Returns Ray's options for a process that uses the devices of a slot on its node."""
+        """Returns Ray's resources and scheduling for the process of a slot, without the devices of its followers."""
         count = slot.num_devices
         devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
         return {"scheduling_strategy": self._nodes.bundle(slot), **devices}

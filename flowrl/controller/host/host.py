@@ -85,7 +85,7 @@ class ResidentWorker:
                 worker.offload(keep_weights=False)
 
     def pop_seconds(self) -> dict[str, float]:
-        """Returns the usage `seconds/ROLE/PHASE` of the switches since the last call."""
+        """Returns the seconds of offloading and onloading since the last call, by name `seconds/ROLE/PHASE`."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
@@ -144,7 +144,7 @@ class Host:
             return None, _simple_report(started_ns)
 
     def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Constructs a worker, after the evictions `after`. Raises `WorkerError`."""
+        """Constructs a worker, after the evictions `after`. Raises `WorkerError` if the constructor fails."""
         with _as_worker_error(construction.role, construction.rank, construction.node, "__init__"):
             started_ns = time.time_ns()
             self._construct(construction)

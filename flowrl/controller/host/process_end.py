@@ -29,7 +29,10 @@ class ProcessEnds:
         self._num_oom_kills = count
 
     def describe(self, process: tuple[str, int], exit_code: int, *, now_s: float, is_own_kill: bool = False) -> str:
-        """Returns how a process (name and id) ended. For arguments see `describe_end`."""
+        """Returns how a process (name and id) ended. `exit_code` and `is_own_kill` are those of `describe_end`.
+
+        Later calls for the same process return the first description.
+        """
         if process not in self._causes:
             has_oom_kill = self._has_oom_kill(now_s)
             self._causes[process] = describe_end(exit_code, is_own_kill=is_own_kill, has_oom_kill=has_oom_kill)

@@ -32,7 +32,9 @@ def read_requested_threads(environment: Mapping[str, str] = os.environ) -> int |
 
 
 def default_threads() -> int:
-    """Returns the number of threads of a process that shares its CPUs with no other process of flowrl."""
+    """Returns OMP_NUM_THREADS, or else the number of usable CPUs, for a process that shares them with no other one of
+    flowrl. Raises UserError if the variable is invalid.
+    """
     return read_requested_threads() or count_usable_cpus()
 
 

@@ -43,9 +43,9 @@ class Slot:
     num_devices: float = 1
     """Number of devices: below 1 if processes share a device, above 1 for a replica of several devices."""
     other_devices: tuple[int, ...] = ()
-    """Indices of further devices on the same node that the process uses."""
+    """Indices of the devices on this node that the process uses in addition to `device`."""
     followers: "tuple[Slot, ...]" = ()
-    """Slots of the processes that a replica on several nodes has on its other nodes."""
+    """For a replica on several nodes: the slots of its processes on the other nodes."""
 
     @property
     def node_devices(self) -> tuple[tuple[int, int], ...]:

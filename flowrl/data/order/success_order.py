@@ -57,8 +57,8 @@ class SuccessOrder:
             num_rows: number of rows of the dataset.
             seed: seed of the random choices.
             difficulty: bounds of the filter, and the probability of a revisit.
-            num_candidates: number of candidates per prompt. 1 disables the curriculum.
-            samples: number of responses per prompt, the weight of a measurement.
+            num_candidates: number of rows from which each prompt is selected. 1 disables the curriculum.
+            samples: number of responses per prompt. A measurement has this weight.
             initial: float [num_rows], the initial success of each row, or NaN if it is unknown. It counts as a
                 measurement.
         """

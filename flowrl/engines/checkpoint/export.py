@@ -82,7 +82,7 @@ def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
 
 
 def roles_with_model(checkpoint: Path) -> list[str]:
-    """Returns the roles in the checkpoint of a run whose model can be exported."""
+    """Returns the sorted names of the roles in a checkpoint that have a model to export."""
     return sorted(path.name for path in checkpoint.iterdir() if (path / _CONFIG).is_file())
 
 

@@ -82,7 +82,7 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False, merges: bool = Tr
         config: path and dtype of the model. `dropout: 0` disables the model's dropout. With `strict: false`, missing
             weights get their initial values (`InitialWeights`), and unexpected weights are ignored.
         on_meta: leaves the weights on the meta device. `FsdpEngine` then reads only this rank's shards.
-        merges: whether to merge the matrices of `config.adapter` into the weights. Complete weights of the adapter
+        merges: whether to merge the matrices of `config.adapter` into the weights. Its `modules_to_save`
             replace those of the model in any case.
     Raises ModelError if the folder has no causal language model, if it lacks weights or has unexpected weights and
     `config.strict` is true, or if the model has dropout that `config` does not disable. Raises LoraError if the adapter

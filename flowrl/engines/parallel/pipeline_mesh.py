@@ -27,7 +27,7 @@ class PipelineMesh:
     states: ProcessGroup
     """One rank of each stage, in the order of the stages. Hidden states are sent in this group."""
     gradients: ProcessGroup
-    """The same ranks, for gradients of hidden states and for values that all stages sum."""
+    """A second group of the ranks of `states`, for gradients of hidden states and for collectives over all stages."""
     ends: ProcessGroup | None
     """The ranks of `states` in the first and the last stage. None for the ranks of other stages."""
 

@@ -48,7 +48,8 @@ def shard_norms(model: PreTrainedModel, tp_mesh: DeviceMesh, rowwise: Collection
 
 
 def shard_adapter(matrix: nn.Module, tp_mesh: DeviceMesh, *, by_outputs: bool) -> None:
-    """Prepares the replicated matrix of an adapter for hidden states that are a DTensor.
+    """Makes the replicated matrix of an adapter accept hidden states that are a DTensor: replicates A as a DTensor, or
+    shards the inputs of B by sequence.
 
     Args:
         matrix: the replicated matrix, which is A for a column-wise sharded layer and B for a row-wise sharded layer.

@@ -285,10 +285,16 @@ def _check_sizes(name: str, settings: PreTrainedConfig, tp: int) -> None:
     for setting, count in (
         ("num_attention_heads", settings.num_attention_heads),
         ("num_key_value_heads", _num_key_value_heads(settings)),
-        ("intermediate_size", getattr(settings, "intermediate_size", 0)),
+        ("intermediate_size", 0 if _has_only_experts(settings) else getattr(settings, "intermediate_size", 0)),
     ):
         if count % tp:
             raise EngineError(f"{name} has {setting} {count}, which tp {tp} does not divide: set tp to a divisor")
+
+
+def _has_only_experts(settings: PreTrainedConfig) -> bool:
+    """Returns whether every MLP of a model belongs to an expert. `tp` does not divide experts."""
+    is_qwen3 = settings.model_type == "qwen3_moe" and not settings.mlp_only_layers and settings.decoder_sparse_step == 1
+    return is_qwen3 or settings.model_type == "mixtral"
 
 
 def _num_key_value_heads(settings: PreTrainedConfig) -> int:

@@ -513,7 +513,7 @@ class RoutingEngine(Protocol):
 
     @property
     def no_routes(self) -> "np.ndarray | None":
-        """Routes of no tokens, [0, layers x experts per token]. None: the responses have no routes."""
+        """An empty array of routes, [0, layers x experts per token]. None if responses have no routes."""
         ...
 
 

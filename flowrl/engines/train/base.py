@@ -76,7 +76,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Denominators:
-    """The numbers of tokens, rows and groups that contribute to a loss. A loss receives those of all ranks."""
+    """The numbers of tokens, rows and groups that contribute to a loss. A loss receives the sums over all ranks."""
 
     tokens: int
     """Number of tokens that contribute to the loss."""

@@ -49,7 +49,7 @@ _REPEATED = "flowrl_repeated_heads"
 
 
 _EQUAL_LOADS = "flowrl_equal_loads"
-"""Name in transformers of experts with equal loads."""
+"""Name in transformers of an implementation of experts that assumes equal loads."""
 
 
 @dataclass(frozen=True)

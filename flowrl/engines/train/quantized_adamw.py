@@ -14,7 +14,7 @@ from flowrl.devices.device import find_compiler_problem, get_device, local_tenso
 from flowrl.engines.train.module_engine import BLOCK, shard_like
 
 MIN_ROWS, MIN_SIZE = 64, 4096
-"""Minimum numbers of rows and values of a weight with quantized moments. Heads and adapters have fewer rows."""
+"""Minimum numbers of rows and values of a weight with quantized moments. Value heads have fewer rows."""
 
 
 class QuantizedAdamW(AdamW8bit):

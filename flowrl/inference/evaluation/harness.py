@@ -127,7 +127,10 @@ def _metric_name(metric: str, filter_name: str) -> str:
 
 
 def _read_scores(samples: Sequence[Result], metric: str, filter_name: str, value: float) -> TaskScores:
-    """Returns the scores per document for one metric and filter. They are NaN if `value` is not their mean."""
+    """Returns the scores per document for one metric and filter.
+
+    All scores are NaN if their mean differs from `value`, the metric that lm-eval reports for the task.
+    """
     own = sorted((sample for sample in samples if sample["filter"] == filter_name), key=lambda row: row["doc_id"])
     numbers = [sample.get(metric) for sample in own]
     scores = [float(number) if isinstance(number, int | float) else math.nan for number in numbers]

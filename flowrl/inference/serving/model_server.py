@@ -67,7 +67,7 @@ class ServerSettings:
     max_model_len: int | None = None
     """Maximum number of tokens of prompt and response. None: as many as model and memory allow."""
     kv_cache_gb: float | None = None
-    """Memory of the KV cache on each device. None: 1 GB on the CPU, and the free memory of a GPU."""
+    """Memory of the KV cache on each device. None: 1 GB on the CPU, and vLLM's default share of a GPU."""
     replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that the server uses."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -168,7 +168,7 @@ def _check_devices(model: Path, settings: ServerSettings, kind: DeviceKind) -> N
     elif settings.replica.pp > 1:
         raise UserError(f"pp is {settings.replica.pp}, which vLLM's server does not support on CPUs: use tp")
     if problem := find_speculation_problem(settings.engine_args, kind):
-        raise UserError(f"the engine has {problem}: remove it")
+        raise UserError(f"{problem}: remove speculative_config")
     if problem := find_head_size_problem("vllm", model, kind):
         raise UserError(f"{problem}: serve another model, or generate with flowrl generate --engine {DEFAULT_ENGINE}")
     if problem := find_replica_problem(model, settings.replica):

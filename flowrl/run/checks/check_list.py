@@ -49,7 +49,7 @@ class Need(Flag):
     TRAINING = auto()
     """The run trains, and does not only generate."""
     FILES = auto()
-    """All files must exist on this machine."""
+    """The model and data files of the config are on this machine. If some are missing, the check fails."""
     PLAN = auto()
     """The devices are known. The check gets the settings on these devices, and the placement plan."""
     MACHINE = auto()

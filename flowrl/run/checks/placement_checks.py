@@ -139,7 +139,7 @@ def check_speculation(config: RunConfig, planned: Plan) -> None:
         arguments = {} if value.vllm is None else value.vllm.engine_args
         if (problem := find_speculation_problem(arguments, planned.kind)) is not None:
             raise ConfigError(
-                f"{key}.vllm.engine_args has {problem}, and placement.device is {planned.kind}: remove it"
+                f"{key}.vllm.engine_args.{problem}, but placement.device is {planned.kind}: remove it, or use GPUs"
             )
 
 
@@ -281,6 +281,7 @@ def _check_stages(key: str, role: str, mesh: Mesh, engine: EngineConfig) -> None
         "sequence_parallel_norms": engine.sequence_parallel_norms,
         "offload_activations": engine.offload_activations,
         "compile": engine.compile is True,
+        "expert_parallel": engine.expert_parallel,
     }
     for name in (name for name, is_set in unsupported.items() if is_set):
         raise ConfigError(
@@ -303,7 +304,7 @@ def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfi
             full = "the full model" if mesh.pp == 1 else model
             reason = f"strategy {engine.strategy} puts {full} on each of {owner}'s {num_ranks} ranks: "
             reason += "set strategy: fsdp, or remove it"
-        raise ConfigError(f"{key}.{name} is {value}, but {reason}")
+        raise ConfigError(f"{key}.{name} is {str(value).lower()}, but {reason}")
 
 
 def warn_about_offload(config: RunConfig, planned: Plan) -> None:

@@ -112,7 +112,7 @@ def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
             r"sequence_parallel_norms .*true.* placement\.roles\.actor .*tp 1",
         ),
         (on(1), {"offload": "parameters"}, r"engine\.offload .*parameters.*strategy: fsdp.*offload: optimizer"),
-        (on(1), {"reshard_after_forward": False}, r"engine\.reshard_after_forward .*False"),
+        (on(1), {"reshard_after_forward": False}, r"engine\.reshard_after_forward .*false"),
         (
             on(2),
             {"offload": "parameters"},
@@ -293,7 +293,7 @@ def test_speculative_decoding_is_rejected_on_cpus() -> None:
     """vLLM's build for CPUs then samples wrong tokens."""
     arguments = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     run = run_with_vllm(engine_args=arguments)
-    with rejects("rollout.vllm.engine_args", "speculative_config", "placement.device", "cpu", error=ConfigError):
+    with rejects("rollout.vllm.engine_args.speculative_config", "placement.device", "cpu", error=ConfigError):
         plan_run(run)
     check_speculation(run, plan(run.placement, Inventory((1,), "cuda"), run.roles, run.dedicated_roles()))
 

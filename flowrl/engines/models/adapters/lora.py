@@ -61,7 +61,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
 
     Args:
         model: unsharded model, on the CPU or on the meta device.
-        config: rank, scale, target layers and complete modules.
+        config: rank, scale, target layers and fully trained modules.
     Raises LoraError if a target is not a linear layer of the model, or if a module does not exist.
     """
     import peft  # noqa: PLC0415 (a run without LoRA needs no peft)

@@ -112,7 +112,7 @@ class SavedAdapter:
         return cls(folder, rank, scaling, {name.removeprefix(SAVED_PREFIX): own for name, own in tensors.items()})
 
     def without_matrices(self) -> "SavedAdapter":
-        """Returns only the complete weights."""
+        """Returns only the weights of `modules_to_save`."""
         return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if _MATRIX not in name})
 
     def changes(self, model: PreTrainedModel) -> dict[str, LayerChange]:
@@ -130,17 +130,19 @@ class SavedAdapter:
             is_transposed = isinstance(layer, Conv1D)
             shape = None if layer is None else tuple(layer.weight.shape)
             if shape is None or (b.shape[0], a.shape[1]) != (shape[::-1] if is_transposed else shape):
+                size = [b.shape[0], a.shape[1]]
+                own = "has no such layer" if shape is None else f"has {list(shape[::-1] if is_transposed else shape)}"
                 raise LoraError(
-                    f"adapter {self.folder} does not match the model {type(model).__name__}: see the layer {path}; set "
-                    f"path to the base model of the adapter"
+                    f"adapter {self.folder} has a linear layer {path} of size {size}, but the model "
+                    f"{type(model).__name__} {own}: set path to the base model of the adapter"
                 )
             changes[f"{layer_path}.weight"] = LayerChange(a, b, self.scaling, is_transposed)
         return changes
 
     def weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """Returns the complete weights of the adapter that a model has, by their names in the model.
+        """Returns the weights of `modules_to_save` that a model has, by their names in the model.
 
-        They are those of `modules_to_save`. Raises LoraError if one has another shape, or if it is neither in the model
+        Raises LoraError if one has another shape, or if it is neither in the model
         nor a head.
         """
         known, weights = dict(model.named_parameters(remove_duplicate=False)), {}
@@ -171,9 +173,9 @@ class SavedAdapter:
                 model.get_parameter(name).copy_(tensor)
 
     def continue_in(self, model: PreTrainedModel) -> None:
-        """Copies the matrices to the adapter of a model, which is trained. The model has the complete weights already.
+        """Copies the matrices to the adapter of a model, which is trained.
 
-        Raises LoraError if the settings of the two adapters differ.
+        The model already has the weights of `modules_to_save`. Raises LoraError if the settings of the adapters differ.
         """
         own, scalings = adapter_tensors(model)
         matrices = {name: tensor for name, tensor in self.tensors.items() if _MATRIX in name}
@@ -184,7 +186,11 @@ class SavedAdapter:
         different += sorted(complete ^ self.weights(model).keys())
         if different or not all(math.isclose(scaling, self.scaling) for scaling in scalings):
             ranks = {tensor.shape[0] for name, tensor in own.items() if name.endswith(f"{_MATRIX}A.weight")}
-            what = f"see {different[0]}" if different else f"its scale is {self.scaling:g}, not {max(scalings):g}"
+            what = (
+                f"{different[0]} is missing, or has another shape"
+                if different
+                else f"its scale is {self.scaling:g}, not {max(scalings):g}"
+            )
             what = what if self.rank in ranks else f"its rank is {self.rank}, not {max(ranks)}"
             raise LoraError(
                 f"lora differs from the adapter {self.folder}, which it continues ({what}): set rank, alpha, rslora, "

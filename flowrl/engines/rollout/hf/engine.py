@@ -102,7 +102,7 @@ class HfRollout:
 
     @property
     def no_routes(self) -> np.ndarray | None:
-        """Routes of no tokens. None: the responses have no routes."""
+        """An empty array of routes. None if responses have no routes."""
         return None if self._routes is None else self._routes.no_routes
 
     # Weight updates, for a model that the engine owns.

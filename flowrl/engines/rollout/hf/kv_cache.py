@@ -115,7 +115,10 @@ def _sum_values(weights_BHMC: Tensor, value_BHCD: Tensor) -> Tensor:
 
 
 def _attend_extension(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
-    """Returns the attention outputs of an extension, [B, L, H x G, D]. `query` is already scaled."""
+    """Returns the attention outputs of a prefill that follows cached tokens, [B, L, H x G, D].
+
+    `query` is already scaled.
+    """
     length = query.shape[2]
     # The L queries of all G heads that share keys and values are the rows of one matrix.
     query_BHMD = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)

@@ -30,7 +30,7 @@ class RouteRecorder:
             )
         self._routers, self._dtype = find_routers(model), routes_dtype(mixture)
         self.no_routes = torch.zeros(0, len(self._routers) * mixture.per_token, dtype=self._dtype).numpy()
-        """Routes of no tokens, [0, M]."""
+        """An empty array of routes, [0, M]."""
 
     @contextmanager
     def recording(self, cache: SlotCache) -> Iterator[None]:

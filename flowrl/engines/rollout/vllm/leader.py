@@ -91,7 +91,7 @@ def start_engine(args: EngineArgs, runs: Sequence[Run] = (), address: str = "127
 
 
 def run_workers(address: str, args: EngineArgs) -> None:
-    """Runs the workers of a replica on this node, as its leader on another node tells them, until one of them ends.
+    """Runs the workers of a replica on this node until one of them ends. The leader on another node sends their calls.
 
     Args:
         address: IP address of this node.

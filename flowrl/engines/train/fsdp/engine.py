@@ -561,7 +561,9 @@ class FsdpEngine(ModuleEngine):
 def _find_routers(
     model: nn.Module, optimizer: OptimizerConfig | None, coef: float | None, mesh: RankMesh
 ) -> tuple[RouterLoss | None, RouteReplay | None]:
-    """Returns the auxiliary loss of a trained model's routers, and the replay of their routes. None: it has none."""
+    """Returns the auxiliary loss of a trained model's routers, and the replay of their routes. Both are None for a
+    dense or an untrained model.
+    """
     mixture = next((part for part in language_models(model) if find_routers(part)), None)
     if mixture is None or optimizer is None:
         return None, None

@@ -56,7 +56,10 @@ class PipelineEngine(FsdpEngine):
         config = context.config
         lora = config.lora if isinstance(config, TrainedConfig) else None
         if config.engine.expert_parallel or (lora is not None and lora.base_quantization is not None):
-            raise EngineError("pp does not support expert_parallel and base_quantization: remove them, or pp")
+            name = "engine.expert_parallel" if config.engine.expert_parallel else "lora.base_quantization"
+            raise EngineError(
+                f"{name} is set, which pp {context.pp} does not support: remove {name}, or pp of the role"
+            )
         assert context.group is not None, "a pipeline has several ranks"
         mesh = pipeline_mesh(
             context.group,

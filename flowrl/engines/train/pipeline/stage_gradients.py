@@ -22,8 +22,8 @@ class StageGradients:
         mesh: PipelineMesh,
         device: torch.device,
     ) -> None:
-        """`own` has the gradients of weights that only this stage has. `tied` has that of `weight`, which the first and
-        the last stage have, or is None.
+        """`own` has the gradients of weights that only this stage has. `tied` has the gradient of `weight`, which the
+        first and the last stage share. Both are None in a stage without a shared weight.
         """
         assert (tied is None) == (weight is None)
         self._own, self._tied, self._weight, self._mesh, self._device = own, tied, weight, mesh, device

@@ -1,8 +1,8 @@
 """The layers of each pipeline stage, and the order of its passes. Pure functions.
 
 1F1B: a stage runs forward passes until the first gradient arrives, and then alternates backward and forward passes.
-Stage s of p therefore has at most p - s micro-batches between their forward and backward pass. With m micro-batches and
-stages of equal cost, each stage is idle for (p - 1) / (m + p - 1) of the time. Narayanan et al. 2021,
+Stage s of p, counted from 0, therefore has at most p - s micro-batches between their forward and backward pass. With m
+micro-batches and stages of equal cost, each stage is idle for (p - 1) / (m + p - 1) of the time. Narayanan et al. 2021,
 https://arxiv.org/abs/2104.04473, section 2.2.
 
 torch's `PipelineStage` and `Schedule1F1B` are not used, because they have a fixed number of micro-batches of equal
@@ -21,8 +21,9 @@ example, Granite scales the embeddings, and the last norm of OLMo has no weight.
 """
 
 MAX_UNFINISHED = 2
-"""Largest number of unfinished sends of a stage per direction. A stage waits for the oldest of three sends, which the
-other stage receives before that micro-batch, so that the limit causes no deadlock in 1F1B.
+"""Largest number of unfinished sends of a stage per direction. Before a third send, a stage waits until the oldest has
+been received. In 1F1B, the receiver needs that micro-batch before anything that this stage sends later, so the wait
+causes no deadlock.
 """
 
 
