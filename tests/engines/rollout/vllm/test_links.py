@@ -139,6 +139,7 @@ def test_an_update_through_a_broadcast_arrives(dtype: Any, limit: float, ray_ses
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("senders", ["one", "all"])
 def test_the_parts_of_a_sharded_actor_arrive_on_all_devices_of_a_replica(
     senders: Literal["one", "all"], ray_session: None, tmp_path: Path
