@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.config import DynamicSampling, RolloutRunConfig
+from flowrl.config import DynamicSampling
 from flowrl.data.batch.batch import Batch
 from flowrl.rewards.row_scores import FAILED
 
@@ -71,16 +71,6 @@ class GroupFilter:
         """Columns that `select` reads."""
         self.max_rounds = 1 if sampling is None else sampling.max_rounds
         self.oversample = 1.0 if sampling is None else sampling.oversample
-
-    @classmethod
-    def of_run(cls, config: RolloutRunConfig, *, is_scored: bool, needs_success: bool) -> "GroupFilter":
-        """Returns the filter of a run. It is not active if the schedule does not score the responses."""
-        return cls(
-            config.dynamic_sampling if is_scored else None,
-            samples=config.samples_per_prompt,
-            drops_failed=is_scored and config.on_failure == "drop",
-            needs_success=is_scored and needs_success,
-        )
 
     def select(self, batch: Batch) -> list[SelectedGroup]:
         """Returns one result per group of a batch of complete groups. Waits for the columns `columns`."""

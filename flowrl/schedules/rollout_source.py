@@ -82,9 +82,14 @@ class RolloutContext:
         )
 
     def make_filter(self) -> GroupFilter:
-        """Returns the filter of groups and rows by their scores."""
-        is_scored, needs_success = self.rewards is not None, self.prompts.needs_success
-        return GroupFilter.of_run(self.config, is_scored=is_scored, needs_success=needs_success)
+        """Returns the filter of groups and rows by their scores, which is not active without them."""
+        config, is_scored = self.config, self.rewards is not None
+        return GroupFilter(
+            config.dynamic_sampling if is_scored else None,
+            samples=config.samples_per_prompt,
+            drops_failed=is_scored and config.on_failure == "drop",
+            needs_success=is_scored and self.prompts.needs_success,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,13 +234,12 @@ class RolloutSource:
             stream.begin(self._scheduler, policy, self._advance)
 
     def _round_limits(self) -> ScheduleLimits:
-        sampling = self._context.config.dynamic_sampling
         return ScheduleLimits(
             self._num_prompts,
             self._context.config.schedule.staleness,
             interrupt=False,
             is_batched=True,
-            oversample=1.0 if sampling is None else sampling.oversample,
+            oversample=self._filter.oversample,
             total_groups=self._last_step * self._num_prompts,
         )
 
