@@ -188,9 +188,10 @@ class RolloutSource:
         self._filter = context.make_filter()
         config = context.config
         self._num_prompts, self._samples = config.prompts_per_step, config.samples_per_prompt
+        self._staleness = config.schedule.staleness
         # A run with checkpoints may continue with more steps. The last checkpoint therefore contains the
         # responses of the next step, as in a longer run.
-        self._last_step = config.steps + (config.schedule.staleness if config.checkpoint.every else 0)
+        self._last_step = config.steps + (self._staleness if config.checkpoint.every else 0)
         """Last step for which rounds are generated."""
         self._round: tuple[Sequence[Group], Batch] | None = None
         """Groups and responses of the round in flight."""
@@ -236,7 +237,7 @@ class RolloutSource:
     def _round_limits(self) -> ScheduleLimits:
         return ScheduleLimits(
             self._num_prompts,
-            self._context.config.schedule.staleness,
+            self._staleness,
             interrupt=False,
             is_batched=True,
             oversample=self._filter.oversample,
@@ -396,12 +397,10 @@ class RolloutSource:
 
     def _make_batch(self, groups: Sequence[Group], trained: NextStep, counts: GroupCounts, version: int) -> Batch:
         """Returns the rows of a step, and prepares the metrics of the step."""
-        config = self._context.config
         batch = join_rows(group.prompts for group in groups).union(join_rows(_responses(groups)))
         if self._filter.is_active:
             batch = batch.rows([i * self._samples + row for i, group in enumerate(groups) for row in group.kept])
-        staleness = config.schedule.staleness
-        stale = [staleness_metrics(batch, version, staleness)] if staleness else []
+        stale = [staleness_metrics(batch, version, self._staleness)] if self._staleness else []
         if self.is_streaming:
             batch = batch.with_sections(len(self._context.trainer_routes or [()]))
             rewards = reward_metrics([join_rows([*_responses(groups), *trained.filtered])])
@@ -412,7 +411,7 @@ class RolloutSource:
             rounds = [dropped | {"sampling_rounds": float(trained.num_rounds)}] if self._filter.is_active else []
             self._metrics = (*rounds, *trained.rewards, *stale)
         self._counts = counts
-        if not staleness and config.rollout.transfer.drop_weights:
+        if not self._staleness and self._context.config.rollout.transfer.drop_weights:
             self._context.rollout.expect_update.submit()
         return batch
 
@@ -464,7 +463,7 @@ class RolloutSource:
         if self._stream is not None:
             with self._lock:
                 return self._stream.starved.integral_s(start_ns, end_ns)
-        if step + self._context.config.schedule.staleness >= self._last_step:
+        if step + self._staleness >= self._last_step:
             return 0.0  # no later `generate` call, so no rollout waits for the weights of this step
         return measure_weight_wait_s(events, self._context.rollout.role, start_ns, end_ns)
 
