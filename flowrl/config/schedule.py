@@ -67,9 +67,10 @@ class AsyncSchedule(ScheduleConfig):
     responses.
     """
 
-    concurrent_evaluation: bool = True
+    concurrent_evaluation: bool | Literal["auto"] = "auto"
     """True: one replica keeps the weights of a step and generates the responses of its evaluation, while training
-    continues. False: training waits for evaluations, which all replicas generate.
+    continues. False: training waits for evaluations, which all replicas generate. `auto`: true if the replicas were
+    idle for long enough since the last evaluation, so that the evaluation costs no time.
     """
 
     @model_validator(mode="after")

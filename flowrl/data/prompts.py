@@ -1,6 +1,7 @@
 """Streams prompts in random order, or by their measured success. A stream can be resumed at any position."""
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -230,7 +231,10 @@ _NO_FILTER = DifficultyConfig()
 
 
 class PromptStream:
-    """An endless stream of tokenized prompts. By default, every epoch has a new random order."""
+    """An endless stream of tokenized prompts. By default, every epoch has a new random order.
+
+    The index of a prompt in the stream, from 0, is the `prompt_id` of its rows.
+    """
 
     def __init__(
         self,
@@ -280,6 +284,8 @@ class PromptStream:
         self._prompts, self._seed = prompts, seed
         self._order = EpochOrder(prompts.weighted_parts, seed=seed, shuffle=order != "file")
         self._num_drawn = 0
+        self._requeued: deque[int] = deque()
+        """Drawn prompts that `take` returns again, before new prompts."""
         # All rows have the same columns. The value of a missing column is None.
         self._names = ("answer", *(name for name in prompts.columns if name != "answer"))
         self._by_success: SuccessOrder | None = None
@@ -309,24 +315,23 @@ class PromptStream:
         return self._names
 
     def take(self, num_prompts: int) -> list[dict[str, Any]]:
-        """Returns the rows of the next `num_prompts` prompts and advances the stream.
+        """Returns the rows of the next `num_prompts` prompts and advances the stream. Requeued prompts come first.
 
         A row has the columns `prompt`, `conversation`, `prompt_ids`, `answer`, `prompt_id` and `group` (docs/batch.md),
         and the other columns of the dataset.
         """
-        first = self._num_drawn
+        prompt_ids = [self._requeued.popleft() for _ in range(min(num_prompts, len(self._requeued)))]
+        first, num_new = self._num_drawn, num_prompts - len(prompt_ids)
         if self._by_success is not None:
-            for _ in range(num_prompts):
+            for _ in range(num_new):
                 self._by_success.draw()
-        self._num_drawn += num_prompts
-        return self.rows(range(first, self._num_drawn))
-
-    def rows(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the rows with these prompt ids. Does not advance the stream.
-
-        If the stream needs the success of prompts, only prompts that were drawn have a row.
-        """
+        self._num_drawn += num_new
+        prompt_ids += range(first, self._num_drawn)
         return [self._row(self._index(prompt_id), prompt_id) for prompt_id in prompt_ids]
+
+    def requeue(self, prompt_ids: Sequence[int]) -> None:
+        """Returns drawn prompts to the head of the stream."""
+        self._requeued.extendleft(reversed(prompt_ids))
 
     def location(self, prompt_id: int) -> str:
         return self._prompts.rows[self._index(prompt_id)].conversation.location
@@ -355,12 +360,13 @@ class PromptStream:
         count = total if num_rows is None else min(num_rows, total)
         return [self._row(index, index) for index in range(count)]
 
-    def state(self) -> dict[str, Any]:
+    def state(self, untrained: Iterable[int] = ()) -> dict[str, Any]:
         """Returns the position in the stream and the measured success as JSON values, for `restore`.
 
-        The state does not contain the dataset.
+        The state does not contain the dataset. A restored stream begins with the drawn prompts `untrained`.
         """
-        state = {"drawn": self._num_drawn, "seed": self._seed, "num_prompts": len(self)}
+        state: dict[str, Any] = {"drawn": self._num_drawn, "seed": self._seed, "num_prompts": len(self)}
+        state["untrained"] = [*untrained, *self._requeued]
         return state if self._by_success is None else state | {"success": self._by_success.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -382,6 +388,7 @@ class PromptStream:
         if self._by_success is not None:
             self._by_success.restore(state["success"])
         self._num_drawn = state["drawn"]
+        self._requeued = deque(state["untrained"])
 
     def _row(self, index: int, prompt_id: int) -> dict[str, Any]:
         prompt = self._prompts.rows[index]

@@ -6,5 +6,5 @@ Entry points: `resolve_model` (model_source.py), `TextGenerator` (text_generator
 (serving/model_server.py), `export_checkpoint` (checkpoint_export.py), `write_model_card` (model_card.py) and
 `evaluate_models` (evaluation/evaluate_models.py). May import `flowrl.algorithms`, `flowrl.checkpoints`,
 `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.devices`, `flowrl.engines`, `flowrl.health`,
-`flowrl.memory`, `flowrl.report`, `flowrl.rewards`, `flowrl.run`, `flowrl.schedules` and `flowrl.workers`.
+`flowrl.memory`, `flowrl.report`, `flowrl.rewards`, `flowrl.run` and `flowrl.workers`.
 """

@@ -204,8 +204,9 @@ def evaluate(
 ) -> Evaluation:
     """Generates responses to held-out prompts and scores them with the evaluation reward.
 
-    Blocks, except with `schedule: async` and `run.rewards()` before the last step. Then it returns a
-    `PendingEvaluation` at once, and one replica generates the responses alongside training.
+    Blocks, unless `schedule.concurrent_evaluation` of `schedule: async` chooses an evaluation alongside training, with
+    `run.rewards()` and before the last step. Then it returns a `PendingEvaluation` at once, and one replica generates
+    the responses.
 
     Args:
         rollout: generates with the newest weights that were sent.

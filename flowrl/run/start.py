@@ -29,10 +29,10 @@ from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.datasets.templates import conversation_template
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import RestartPolicy, current_policy
+from flowrl.schedules.replica_stream import make_rollout_source
 from flowrl.schedules.rewards import Scoring
-from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
+from flowrl.schedules.rollout_source import RolloutContext, RolloutSource
 from flowrl.schedules.schedule_plan import trainer_routes
-from flowrl.schedules.streaming_rollouts import make_rollout_source
 from flowrl.weight_sync.transfer import WeightSync
 
 
@@ -174,9 +174,8 @@ def make_source(
         )
     if reward is None:
         _check_selection(config)
-    queue = PromptQueue(prompts, config.samples_per_prompt)
     routes = trainer_routes(config, started.cluster.plan)
     calls, notify = started.cluster.calls, started.progress.notify
     return make_rollout_source(
-        RolloutContext(config, rollout, queue, started.weight_sync, calls, notify, reward, routes)
+        RolloutContext(config, rollout, prompts, started.weight_sync, calls, notify, reward, routes)
     )

@@ -7,19 +7,18 @@ Shape suffixes: G groups, S samples per group, B rows.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flowrl.config import DynamicSampling, RolloutRunConfig
+from flowrl.config import DynamicSampling
 from flowrl.data.batch.batch import Batch
 from flowrl.rewards.row_scores import FAILED
 
-DROP_REASONS = ("equal_scores", "failed", "surplus")
-"""Reasons why a scored group is not trained:
+ROUND_DROP_REASONS = ("equal_scores", "failed", "surplus")
+"""Reasons why a scored group of a round is not trained:
 
 - `equal_scores`: all of its scores are equal.
 - `failed`: fewer than two of its rows have a score.
@@ -72,17 +71,6 @@ class GroupFilter:
         """Columns that `select` reads."""
         self.max_rounds = 1 if sampling is None else sampling.max_rounds
         self.oversample = 1.0 if sampling is None else sampling.oversample
-        self.num_dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
-
-    @classmethod
-    def of_run(cls, config: RolloutRunConfig, *, is_scored: bool, needs_success: bool) -> "GroupFilter":
-        """Returns the filter of a run. It is not active if the schedule does not score the responses."""
-        return cls(
-            config.dynamic_sampling if is_scored else None,
-            samples=config.samples_per_prompt,
-            drops_failed=is_scored and config.on_failure == "drop",
-            needs_success=is_scored and needs_success,
-        )
 
     def select(self, batch: Batch) -> list[SelectedGroup]:
         """Returns one result per group of a batch of complete groups. Waits for the columns `columns`."""
@@ -114,23 +102,16 @@ class GroupFilter:
             reason = "equal_scores"
         return SelectedGroup(() if reason else rows, reason, success)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the number of dropped groups per reason, for a checkpoint."""
-        return dict(self.num_dropped)
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        self.num_dropped.update(state)
-
-
-def no_groups_message(step: int, group_filter: GroupFilter) -> str:
-    """Returns the error message for a step whose groups were all dropped."""
-    most = max(group_filter.num_dropped, key=lambda reason: group_filter.num_dropped[reason])
+def no_groups_message(step: int, max_rounds: int, num_dropped: Mapping[str, int]) -> str:
+    """Returns the error message for a step whose groups were all dropped. `num_dropped` has the number per reason."""
+    most = max(num_dropped, key=lambda reason: num_dropped[reason])
     fix = "use prompts of medium difficulty or more samples_per_prompt, correct the reward, or raise "
     fix = f"{fix}dynamic_sampling.max_rounds"
     if most == "failed":
         fix = "most rewards failed, so correct the reward or its service; reward.on_failure: stop names the first cause"
-    dropped = ", ".join(f"{count} {reason}" for reason, count in group_filter.num_dropped.items() if count)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in num_dropped.items() if count)
     return (
-        f"step {step} has no group to train after {group_filter.max_rounds} rounds (groups dropped since the start: "
+        f"step {step} has no group to train after {max_rounds} rounds (groups dropped since the start: "
         f"{dropped}): {fix}"
     )

@@ -1,4 +1,4 @@
-"""Scheduler of `schedule: async`. Decides which replica generates which prompt, and which responses a step trains.
+"""Scheduler of all schedules. Decides which replica generates which prompt, and which responses a step trains.
 
 The scheduler has no models, processes or clock. A *group* is a prompt with all its samples. A *replica* is a
 data-parallel replica of the rollout. A group is admitted when it is first dispatched to a replica. Its state changes
@@ -8,12 +8,18 @@ replica.
 Staleness is bounded at dispatch, as in AReaL (Fu et al. 2025, https://arxiv.org/abs/2505.24298). If r groups train
 before a group, the group trains at version V + r // groups_per_step, where V is the version that the next step trains.
 A replica gets the group only if this version is at most `max_staleness` above the replica's own version.
+
+`sync` and `one_step_off` are the batched limit: a *round* dispatches all groups that the next step lacks, and the next
+round begins when the groups of the last one are complete or dropped.
 """
 
+import math
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+
+from flowrl.schedules.throughput import ThroughputTracker
 
 TrainerRoutes = tuple[tuple[int, ...], ...]
 """Type of the routes: for each data-parallel rank of the actor, the replicas that generate its share of a step."""
@@ -25,15 +31,6 @@ DROP_REASONS = ("stale", "refused", "equal_scores", "failed")
 - `refused`: the engine rejected its prompt.
 - `equal_scores` and `failed`: see flowrl/schedules/group_filter.py.
 """
-
-EWMA_WEIGHT = 1 / 8
-"""Smallest weight of the latest group in the moving average of a replica's seconds per group."""
-
-STRAGGLER_RATIO = 2.0
-"""A replica can be a straggler only if it is slower than the other replicas by more than this factor."""
-
-RETRY_AFTER = 50.0
-"""Delay before an idle straggler gets a group again, as a multiple of its seconds per group."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,10 @@ class ScheduleLimits:
     slots: int = 1
     """Largest number of running groups per replica."""
     is_batched: bool = False
-    """Whether all groups of a step are dispatched at once, as in `sync`. This disables `slots` and `max_concurrent`."""
+    """Whether the groups of a step are dispatched in rounds, as in `sync`. This disables `slots` and `max_concurrent`.
+    """
+    oversample: float = 1.0
+    """Number of groups of a round, as a multiple of those that the step lacks. The caller drops the surplus."""
     total_groups: int | None = None
     """Total number of groups that the run trains, including groups before a resume; None means unlimited."""
     trainer_routes: TrainerRoutes | None = None
@@ -93,6 +93,8 @@ class StepBatch:
     """Groups in the order of admission. With `trainer_routes` they are sorted by trainer first."""
     staleness: tuple[int, ...]
     """Staleness per group: `version` minus the replica's version when the group was dispatched."""
+    dropped: tuple[int, ...] = ()
+    """Groups that were dropped after this step, because they would be too stale for the next one."""
 
 
 @dataclass(frozen=True)
@@ -113,75 +115,30 @@ class GroupCounts:
 
         The other groups of the earlier scheduler were admitted again.
         """
-        dropped = {reason: count + earlier.dropped.get(reason, 0) for reason, count in self.dropped.items()}
+        dropped = {reason: self.dropped.get(reason, 0) + n for reason, n in earlier.dropped.items()}
+        dropped = dict(self.dropped) | dropped
         admitted = self.admitted + earlier.trained + sum(earlier.dropped.values())
         return replace(self, admitted=admitted, trained=self.trained + earlier.trained, dropped=dropped)
 
 
-@dataclass
-class _ReplicaTiming:
-    mean_s: float = 0.0
-    num_completed: int = 0
-    started_s: dict[int, float] = field(default_factory=dict)
-    """Time of dispatch of each running group."""
-    idle_since_s: float = 0.0
+def dropped_metrics(counts: GroupCounts, previous: GroupCounts | None, reasons: Iterable[str]) -> dict[str, float]:
+    """Returns the number of groups that were dropped since the previous step, in total and per reason."""
+    before = previous.dropped if previous else {}
+    dropped = {reason: float(counts.dropped.get(reason, 0) - before.get(reason, 0)) for reason in reasons}
+    return {"dropped_groups": sum(dropped.values())} | {f"dropped_{reason}": n for reason, n in dropped.items()}
 
 
-class ThroughputTracker:
-    """Measures each replica's seconds per group to detect stragglers. Without `advance_clock`, none are detected."""
-
-    def __init__(self, num_replicas: int) -> None:
-        self._replicas = [_ReplicaTiming() for _ in range(num_replicas)]
-        self._now_s: float | None = None
-
-    def advance_clock(self, now_s: float) -> None:
-        self._now_s = now_s
-
-    def start_group(self, replica: int, group: int) -> None:
-        if self._now_s is not None:
-            self._replicas[replica].started_s[group] = self._now_s
-
-    def cancel_group(self, replica: int, group: int) -> None:
-        """Discards the measurement of a dropped group."""
-        self._replicas[replica].started_s.pop(group, None)
-
-    def complete_group(self, replica: int, group: int) -> None:
-        """Adds the duration of a complete group to the replica's moving average."""
-        timing = self._replicas[replica]
-        started_s = timing.started_s.pop(group, None)
-        if started_s is None or self._now_s is None:
-            return
-        timing.num_completed += 1
-        timing.mean_s += (self._now_s - started_s - timing.mean_s) * max(EWMA_WEIGHT, 1 / timing.num_completed)
-        timing.idle_since_s = self._now_s
-
-    def reset_replica(self, replica: int) -> None:
-        self._replicas[replica] = _ReplicaTiming()
-
-    def seconds_per_group(self, replica: int) -> float | None:
-        """Returns the moving average of a replica, or None before its first measurement.
-
-        The oldest running group is included once its duration exceeds the average.
-        """
-        timing = self._replicas[replica]
-        if self._now_s is None or not (timing.num_completed or timing.started_s):
-            return None
-        age_s = self._now_s - min(timing.started_s.values(), default=self._now_s)
-        weight = max(EWMA_WEIGHT, 1 / (timing.num_completed + 1))
-        return timing.mean_s + max(0.0, age_s - timing.mean_s) * weight
-
-    def is_straggler(self, replica: int, others: Iterable[int], num_groups: float) -> bool:
-        """Whether the replicas `others` complete `num_groups` groups before `replica` completes one group."""
-        own_s, others_s = self.seconds_per_group(replica), [self.seconds_per_group(other) for other in others]
-        measured_s = [seconds for seconds in others_s if seconds]
-        if own_s is None or not measured_s or len(measured_s) < len(others_s):
-            return False
-        timing = self._replicas[replica]
-        assert self._now_s is not None
-        if not timing.started_s and self._now_s - timing.idle_since_s > RETRY_AFTER * own_s:
-            return False
-        groups_per_s = sum(1 / seconds for seconds in measured_s)
-        return own_s > STRAGGLER_RATIO * len(measured_s) / groups_per_s and own_s > num_groups / groups_per_s
+def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> dict[str, float]:
+    """Returns the number of groups per state, and of groups admitted, trained and dropped since the previous step."""
+    metrics = {
+        "buffer_depth": counts.complete,
+        "running_groups": counts.running,
+        "waiting_groups": counts.waiting,
+        "admitted_groups": counts.admitted - (previous.admitted if previous else 0),
+        "trained_groups": counts.trained - (previous.trained if previous else 0),
+    }
+    values = {name: float(value) for name, value in metrics.items()}
+    return values | dropped_metrics(counts, previous, counts.dropped)
 
 
 @dataclass
@@ -197,10 +154,12 @@ class _Group:
 
 @dataclass
 class _Replica:
-    version: int | None
-    """Weight version after all submitted updates; None for a new process without weights."""
-    updating_to: int | None = None
-    """Version of the update in flight."""
+    version: int
+    """Weight version after all submitted updates."""
+    is_updating: bool = False
+    """Whether an update is in flight."""
+    is_lost: bool = False
+    """Whether the process was lost, and its replacement is not ready."""
     running: set[int] = field(default_factory=set)
     num_unscored: int = 0
     """Number of running groups that wait for scores only, and therefore occupy no slot."""
@@ -225,6 +184,11 @@ class TrainerQueue:
     waiting: list[int] = field(default_factory=list)
     """Admitted groups without a replica, in the order of admission."""
     num_running: int = 0
+    num_admitted: int = 0
+    round_end: int = 0
+    """`num_admitted` at the end of the last round, if the schedule is batched."""
+    round_version: int = 0
+    """Version that trains the groups of this round."""
 
     @property
     def is_full(self) -> bool:
@@ -243,9 +207,9 @@ class TrainerQueue:
 class Scheduler:
     """Decides which groups each replica generates and which groups the next step trains. No method blocks.
 
-    The caller reports events with `complete_group`, `add_version`, `confirm_update`, `mark_replica_lost` and
-    `drop_group`. It then executes the results of `pop_aborts` and `pop_actions`, and gets the groups of the next step
-    from `pop_step_batch`.
+    The caller reports events with `complete_group`, `add_version`, `confirm_update`, `mark_replica_lost`,
+    `restore_replica` and `drop_group`. It then executes the results of `pop_aborts` and `pop_actions`, and gets the
+    groups of the next step from `pop_step_batch`.
 
     Args:
         limits: limits to enforce.
@@ -345,15 +309,9 @@ class Scheduler:
         """Makes a weight version available to replicas."""
         self._newest_version = max(self._newest_version, version)
 
-    def confirm_update(self, replica: int, version: int) -> None:
-        """Records that a replica has loaded a version. Ignores versions older than the update in flight.
-
-        A replica has at most one update in flight. A new process gets no groups before its first update is confirmed.
-        """
-        state = self._replicas[replica]
-        # An older version is a late confirmation from the lost process.
-        if state.updating_to is None or version >= state.updating_to:
-            state.updating_to, state.version = None, version
+    def confirm_update(self, replica: int) -> None:
+        """Records that a replica has loaded the version of its last update. It has at most one update in flight."""
+        self._replicas[replica].is_updating = False
 
     def pin_replica(self, version: int) -> int:
         """Keeps a replica at a version until `unpin_replica`, although newer versions follow. Returns the replica.
@@ -363,7 +321,7 @@ class Scheduler:
         """
         indices = range(len(self._replicas))
         replicas = self._replicas
-        chosen = max(indices, key=lambda index: (replicas[index].version or 0, -len(replicas[index].running)))
+        chosen = max(indices, key=lambda index: (replicas[index].version, -len(replicas[index].running)))
         replicas[chosen].pinned = version
         return chosen
 
@@ -375,15 +333,24 @@ class Scheduler:
         self._replicas[replica].num_unscored = count
 
     def mark_replica_lost(self, replica: int) -> None:
-        """Requeues the groups of a lost process. The new process gets groups after its first weight update."""
-        for group in self._replicas[replica].running:
+        """Requeues the groups of a lost process. The replica gets neither groups nor updates until `restore_replica`.
+
+        Its replacement has the same weight version, because the controller repeats the calls that load weights.
+        """
+        state = self._replicas[replica]
+        for group in state.running:
             queue = self._queue_of[group]
             queue.live[group] = _Group()
             queue.num_running -= 1
             insort(queue.waiting, group)
-        self._replicas[replica] = _Replica(version=None, pinned=self._replicas[replica].pinned)
+        state.running.clear()
+        state.num_unscored, state.is_lost = 0, True
         self._throughput.reset_replica(replica)
         self._aborts.pop(replica, None)
+
+    def restore_replica(self, replica: int) -> None:
+        """Records that the replacement of a lost process is ready, with the weights of the lost process."""
+        self._replicas[replica].is_lost = False
 
     def drop_group(self, group: int, reason: str) -> bool:
         """Drops a group and aborts it if it is running. Returns False if it was already trained or dropped."""
@@ -411,23 +378,27 @@ class Scheduler:
 
     def pop_actions(self) -> list[Action]:
         """Returns each weight update and dispatch once, in the order in which the caller must submit them."""
-        return [*self._pop_updates(), *self._pop_dispatches()]
+        return [*self.pop_updates(), *self._pop_dispatches()]
 
-    def _pop_updates(self) -> Iterator[UpdateWeights]:
+    def pop_updates(self) -> list[UpdateWeights]:
+        """Returns each weight update once."""
+        updates = []
         for index, replica in enumerate(self._replicas):
-            can_update = self._limits.interrupt or not replica.running
-            target = self.target_version(index)
-            if replica.version != target and replica.updating_to is None and can_update:
-                replica.updating_to = target
-                if replica.version is not None:  # a new process has no version until it confirms its first update
-                    replica.version = target
-                yield UpdateWeights(index, target)
+            is_ready = not (replica.is_updating or replica.is_lost) and (self._limits.interrupt or not replica.running)
+            target = self._target_version(replica)
+            if is_ready and replica.version != target:
+                replica.is_updating, replica.version = True, target
+                updates.append(UpdateWeights(index, target))
+        return updates
 
     def _pop_dispatches(self) -> Iterator[DispatchGroups]:
         dispatched: defaultdict[int, list[int]] = defaultdict(list)
         while (choice := self._choose_next()) is not None:
-            queue, index = choice
+            queue, index, train_version = choice
             replica = self._replicas[index]
+            if self._limits.is_batched and not queue.waiting and queue.num_admitted >= queue.round_end:
+                queue.round_end = queue.num_admitted + math.ceil(self._num_missing(queue) * self._limits.oversample)
+                queue.round_version = train_version
             group = queue.waiting.pop(0) if queue.waiting else self._admit(queue)
             queue.live[group].replica, queue.live[group].version = index, replica.version
             queue.num_running += 1
@@ -439,12 +410,15 @@ class Scheduler:
     def _admit(self, queue: TrainerQueue) -> int:
         group = self._num_admitted
         self._num_admitted += 1
+        queue.num_admitted += 1
         queue.live[group] = _Group()
         self._queue_of[group] = queue
         return group
 
-    def _choose_next(self) -> tuple[TrainerQueue, int] | None:
-        """Returns the queue whose next group trains first, and the least busy replica that may generate this group."""
+    def _choose_next(self) -> tuple[TrainerQueue, int, int] | None:
+        """Returns the queue whose next group trains first, the least busy replica that may generate this group, and the
+        version that trains it.
+        """
         num_running = sum(queue.num_running for queue in self._queues)
         if self._is_at_limit(num_running):
             return None
@@ -454,7 +428,7 @@ class Scheduler:
                 continue
             replica = self._find_replica(queue, train_version)
             if replica is not None:
-                return queue, replica
+                return queue, replica, train_version
         return None
 
     def _is_at_limit(self, num_running: int) -> bool:
@@ -475,28 +449,34 @@ class Scheduler:
         is_outdated = replica.pinned is not None and replica.version != replica.pinned <= self._newest_version
         if is_outdated and not self._limits.interrupt:
             return False  # the replica becomes idle, so that it can load the pinned version
-        return (
-            has_slot and replica.version is not None and train_version - replica.version <= self._limits.max_staleness
-        )
+        return has_slot and not replica.is_lost and train_version - replica.version <= self._limits.max_staleness
 
     def _is_straggler(self, queue: TrainerQueue, replica: int) -> bool:
         """Whether training would wait for a group of this replica while the other replicas of the queue are done."""
         limits = self._limits
         if limits.is_batched:
             return False
-        others = [other for other in queue.replicas if other != replica and self._replicas[other].version is not None]
+        others = [other for other in queue.replicas if other != replica and not self._replicas[other].is_lost]
         max_live = (limits.max_staleness + 1) * queue.quota + limits.overprovision
         max_live = max_live if queue.num_untrained is None else min(max_live, queue.num_untrained)
         return self._throughput.is_straggler(replica, others, (max_live - queue.num_complete) / limits.slots)
 
     def _next_train_version(self, queue: TrainerQueue, num_running: int) -> int | None:
         """Returns the version that will train the queue's next group, or None if no group may be dispatched now."""
-        num_ahead = queue.num_ahead()
-        if not queue.waiting:
-            is_batch_start = num_ahead % queue.quota == 0
-            if queue.is_full or (self._limits.is_batched and is_batch_start and num_running):
-                return None
-        return self._next_version + max(0, num_ahead - self._limits.overprovision) // queue.quota
+        if self._limits.is_batched and not queue.waiting:
+            if queue.num_admitted < queue.round_end:
+                return queue.round_version
+            is_complete = num_running == 0 and not queue.is_full
+            return self._next_version + len(queue.live) // queue.quota if is_complete else None
+        if queue.is_full and not queue.waiting:
+            return None
+        return self._next_version + max(0, queue.num_ahead() - self._limits.overprovision) // queue.quota
+
+    @staticmethod
+    def _num_missing(queue: TrainerQueue) -> int:
+        """Returns the number of groups that the last step of the queue lacks."""
+        missing = queue.quota - len(queue.live) % queue.quota
+        return missing if queue.num_untrained is None else min(missing, queue.num_untrained - len(queue.live))
 
     # Training.
 
@@ -515,8 +495,7 @@ class Scheduler:
         staleness = {group: self._mark_trained(group) for groups in ready for group in groups}
         assert max(staleness.values()) <= self._limits.max_staleness
         self._next_version += 1
-        self._drop_stale()
-        return StepBatch(version, tuple(staleness), tuple(staleness.values()))
+        return StepBatch(version, tuple(staleness), tuple(staleness.values()), tuple(self._drop_stale()))
 
     def _mark_trained(self, group: int) -> int:
         queue = self._queue_of.pop(group)
@@ -551,12 +530,13 @@ class Scheduler:
             queue.num_untrained = max(len(queue.live), queue.num_untrained - (queue.quota - len(share)))
         return share
 
-    def _drop_stale(self) -> None:
+    def _drop_stale(self) -> list[int]:
         oldest = self._next_version - self._limits.max_staleness
-        for queue in self._queues:
-            for group, state in list(queue.live.items()):
-                if state.version is not None and state.version < oldest:
-                    self.drop_group(group, "stale")
+        live = (item for queue in self._queues for item in queue.live.items())
+        stale = [group for group, state in live if state.version is not None and state.version < oldest]
+        for group in stale:
+            self.drop_group(group, "stale")
+        return stale
 
     # State.
 
@@ -576,20 +556,30 @@ class Scheduler:
         """
         if self._is_at_limit(sum(queue.num_running for queue in self._queues)):
             return ()
-        idle = (i for i, replica in enumerate(self._replicas) if not replica.running and replica.pinned is None)
+        idle = [index for index in self.idle_replicas if self._replicas[index].pinned is None]
         return tuple(index for index in idle if self._is_blocked_by_staleness(index))
 
     def _is_blocked_by_staleness(self, index: int) -> bool:
         version, limit = self._replicas[index].version, self._limits.max_staleness
         queues = [queue for queue in self._queues if index in queue.replicas]
         train_versions = [self._next_train_version(queue, num_running=0) for queue in queues]
-        return version is not None and any(train is not None and train - version > limit for train in train_versions)
+        return any(train is not None and train - version > limit for train in train_versions)
 
-    def target_version(self, replica: int) -> int:
+    @property
+    def idle_replicas(self) -> tuple[int, ...]:
+        """Replicas without running groups. Excludes lost replicas."""
+        replicas = enumerate(self._replicas)
+        return tuple(index for index, replica in replicas if not (replica.running or replica.is_lost))
+
+    def _target_version(self, replica: _Replica) -> int:
         """Returns the version that a replica should load: the newest one, or the pinned one until that is newer."""
-        pinned = self._replicas[replica].pinned
-        return self._newest_version if pinned is None else min(pinned, self._newest_version)
+        newest = self._newest_version
+        return newest if replica.pinned is None else min(replica.pinned, newest)
 
-    def replica_version(self, replica: int) -> int | None:
-        """Returns a replica's weight version after all submitted updates, or None for a new process without weights."""
+    def replica_version(self, replica: int) -> int:
+        """Returns a replica's weight version after all submitted updates."""
         return self._replicas[replica].version
+
+    def is_lost(self, replica: int) -> bool:
+        """Whether the process of a replica was lost, and its replacement is not ready."""
+        return self._replicas[replica].is_lost

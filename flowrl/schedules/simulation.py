@@ -224,20 +224,16 @@ class Simulation:
         if not isinstance(action, UpdateWeights):
             replica.queue.extend(action.groups)
             return self._fill_slots(rank)
-        is_new_process = self.scheduler.replica_version(rank) is None
-        seconds = self.workload.update_s + (self.workload.startup_s if is_new_process else 0.0)
+        seconds = self.workload.update_s
         replica.free_at_s = max(replica.free_at_s, self.clock.now_s) + seconds
         replica.paused_s += seconds
-        process, version = replica.process, action.version
+        process = replica.process
 
         def confirm() -> None:
             if self._replicas[rank].process == process:
-                self.confirm_update(rank, version)
+                self.scheduler.confirm_update(rank)
 
         self._call_at(replica.free_at_s, confirm)
-
-    def confirm_update(self, rank: int, version: int) -> None:
-        self.scheduler.confirm_update(rank, version)
 
     # Replicas.
 
@@ -294,10 +290,21 @@ class Simulation:
             )
 
     def lose_replica(self, rank: int) -> None:
-        """Replaces the process of a replica with a new process, which has no weights and no groups."""
+        """Replaces the process of a replica with a new process, which loads the same weights and has no groups."""
         lost = self._replicas[rank]
         self._worked_s += sum(max(0.0, self.clock.now_s - start_s) for start_s in lost.active.values())
         self._replicas[rank] = _Replica(lost.process + 1)
         self.scheduler.mark_replica_lost(rank)
         self.num_losses += 1
         self._schedule_loss()
+
+        def restore() -> None:
+            if self._replicas[rank].process == lost.process + 1:
+                self.restore_replica(rank)
+
+        self._call_at(self.clock.now_s + self.workload.startup_s + self.workload.update_s, restore)
+
+    def restore_replica(self, rank: int) -> None:
+        """Ends the start of a new process, which has repeated the weight update in flight."""
+        self.scheduler.confirm_update(rank)
+        self.scheduler.restore_replica(rank)

@@ -1,8 +1,8 @@
 """Measures the step time of `schedule: async` with evaluations: `python -m tests.benchmarks.evaluations`.
 
 Workers sleep in their own processes, as in `tests.benchmarks.schedules`. An evaluation of 32 prompts is due every 5
-steps. It runs alongside training (`schedule.concurrent_evaluation`), or training waits for it. The table is in
-docs/benchmarks.md.
+steps. It runs alongside training, training waits for it, or the idle time of the replicas decides
+(`schedule.concurrent_evaluation`). The table is in docs/benchmarks.md.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +30,12 @@ from tests.schedules.sleeping_replicas import SleepingActor, SleepingRollout
 
 CASES = [Case("1:3", 0.5, 1.5), Case("equal", 1.2, 1.2), Case("3:1", 1.5, 0.5)]
 SMOKE = Case("1:3", 0.05, 0.15)
-MODES = {"none": None, "training waits": False, "alongside": True}
+MODES: dict[str, bool | Literal["auto"] | None] = {
+    "none": None,
+    "training waits": False,
+    "alongside": True,
+    "by idle time": "auto",
+}
 """Label -> `schedule.concurrent_evaluation`, or None without evaluations."""
 
 EVERY, ROWS, STEPS, WARMUP = 5, 32, 24, 4
@@ -60,7 +65,7 @@ class ConstantScores:
         return pending or finish(batch.union(rollout.generate.submit(batch, temperature=temperature)))
 
 
-def measure(case: Case, mode: bool | None, task: Path, output: Path) -> float:
+def measure(case: Case, mode: bool | Literal["auto"] | None, task: Path, output: Path) -> float:
     """Returns the mean seconds per step, with evaluations, without the start and the end of the run."""
     config = sleeping_config(
         task,
@@ -70,7 +75,7 @@ def measure(case: Case, mode: bool | None, task: Path, output: Path) -> float:
         batch_size=PROMPTS,
         minibatch_size=PROMPTS,
         rollout={"max_response_tokens": 1, "max_num_seqs": SLOTS},
-        schedule={"kind": "async", "max_staleness": 2, "concurrent_evaluation": mode is not False},
+        schedule={"kind": "async", "max_staleness": 2, "concurrent_evaluation": "auto" if mode is None else mode},
         report={"tensorboard": False, "rollouts": None},
     )
     train(config, case, is_evaluated=mode is not None)
@@ -100,7 +105,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     arguments = read_arguments(parser)
     table = Table(title="seconds per step")
-    for heading in ("generate : train", *MODES, "waits / none", "alongside / none"):
+    ratios = [f"{mode.split()[-1]} / none" for mode in MODES if mode != "none"]
+    for heading in ("generate : train", *MODES, *ratios):
         table.add_column(heading, justify="right")
     with tempfile.TemporaryDirectory() as name:
         task = Path(name) / "task"
@@ -113,9 +119,9 @@ def main() -> None:
                 ]
                 for mode, value in MODES.items()
             }
-            none, waits, alongside = (statistics.median(runs[mode]) for mode in MODES)
-            values = [f"{none:.3f}", f"{waits:.3f}", f"{alongside:.3f}"]
-            table.add_row(case.name, *values, f"{waits / none:.2f}", f"{alongside / none:.2f}")
+            none, *others = (statistics.median(runs[mode]) for mode in MODES)
+            values = [f"{seconds:.3f}" for seconds in (none, *others)]
+            table.add_row(case.name, *values, *(f"{seconds / none:.2f}" for seconds in others))
     Console().print(table)
 
 

@@ -24,7 +24,15 @@ def test_the_default_schedule_is_sync():
 
 def test_async_has_its_defaults():
     schedule = parse(AnySchedule, {"kind": "async"})
-    assert schedule == AsyncSchedule(max_staleness=1, max_concurrent=None, overprovision=0, interrupt=True)
+    assert schedule == AsyncSchedule(
+        max_staleness=1, max_concurrent=None, overprovision=0, interrupt=True, concurrent_evaluation="auto"
+    )
+
+
+@pytest.mark.parametrize("value", [True, False, "auto"])
+def test_evaluations_run_alongside_training_always_never_or_by_idle_time(value: bool | str):
+    schedule = parse(AnySchedule, ASYNC["schedule"] | {"concurrent_evaluation": value})
+    assert isinstance(schedule, AsyncSchedule) and schedule.concurrent_evaluation == value
 
 
 @pytest.mark.parametrize(

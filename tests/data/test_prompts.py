@@ -173,11 +173,23 @@ def test_the_batch_size_does_not_change_the_order_of_prompts(tokenizer: ChatToke
     assert [row for size in (1, 6, 0, 4) for row in small.take(size)] == large.take(11)
 
 
-def test_rows_by_prompt_id_are_equal_before_and_after_they_are_drawn(tokenizer: ChatTokenizer) -> None:
-    first, again = stream(tokenizer), stream(tokenizer)
-    rows = first.take(12)
-    assert again.rows([11, 3, 7]) == [rows[11], rows[3], rows[7]] == first.rows([11, 3, 7])
-    assert again.take(1) == rows[:1]
+def test_requeued_prompts_come_first_with_the_same_rows(tokenizer: ChatTokenizer) -> None:
+    prompts = stream(tokenizer)
+    rows = prompts.take(12)
+    prompts.requeue([11, 3])
+    prompts.requeue([7])
+    assert prompts.take(2) == [rows[7], rows[11]]
+    taken = prompts.take(2)
+    assert taken[0] == rows[3] and taken[1]["prompt_id"] == 12
+
+
+def test_a_restored_stream_begins_with_untrained_and_requeued_prompts(tokenizer: ChatTokenizer) -> None:
+    first = stream(tokenizer)
+    rows = first.take(4)
+    first.requeue([1, 3])
+    second = stream(tokenizer)
+    second.restore(json.loads(json.dumps(first.state(untrained=[2]))))
+    assert second.take(4) == [rows[2], rows[1], rows[3], *stream(tokenizer).take(5)[4:]]
 
 
 def test_location_is_the_line_of_the_prompt(tokenizer: ChatTokenizer) -> None:
@@ -249,10 +261,10 @@ def test_a_curriculum_maps_drawn_prompts_to_the_same_rows_after_a_resume(tokeniz
     first = stream(tokenizer, 20, order="curriculum", samples=4)
     rows = first.take(30)
     first.record_success(range(30), [0.5 * (row["prompt"] < "2") for row in rows])
-    state = json.loads(json.dumps(first.state()))
+    state = json.loads(json.dumps(first.state(untrained=range(30))))
     second = stream(tokenizer, 20, order="curriculum", samples=4)
     second.restore(state)
-    assert second.rows(range(30)) == rows
+    assert second.take(30) == rows
     assert [second.location(row["prompt_id"]) for row in rows] == [first.location(row["prompt_id"]) for row in rows]
     assert second.take(30) == first.take(30)
 

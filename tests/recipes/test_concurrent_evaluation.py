@@ -25,7 +25,7 @@ from tests.recipes.test_numbers import metrics_of
 from tests.recipes.test_schedules import ALIKE, detached, process_id
 
 GrpoConfigs = Callable[..., GRPOConfig]
-ASYNC = {"kind": "async", "max_staleness": 2}
+ASYNC = {"kind": "async", "max_staleness": 2, "concurrent_evaluation": True}
 SAMPLED = {"samples": 3, "temperature": 1.0}
 
 

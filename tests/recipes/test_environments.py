@@ -137,7 +137,7 @@ def test_saved_rows_have_the_prompt_of_the_environment(grpo_config: GrpoConfigs,
     config = grpo_config(**environment("Reversed"), **settings)
     prompts, held_out = read_prompts(config)
     train_grpo(config)
-    asked = [row["prompt"][::-1] for row in prompts.rows(range(config.steps * config.prompts_per_step * 2))]
+    asked = [row["prompt"][::-1] for row in prompts.take(config.steps * config.prompts_per_step * 2)]
     for row in (row for step in saved_rows(config) for row in step):
         assert row["prompt"] == asked[row["prompt_id"]]
     evaluated = [row["prompt"] for row in read_rows(config.output / "rollouts", "evaluation", config.steps)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.data.events import MAX_COUNTS
 from flowrl.report.chrome_trace import read_trace
 from flowrl.report.trace import MAX_CALLS
-from flowrl.schedules.streaming_rollouts import MAX_COUNTS
 
 ROOT = Path(__file__).parents[2]
 STEPS = (500, 1200, 2000)

@@ -47,7 +47,7 @@ def test_generated_text_is_saved_by_default(config: Callable[..., EchoConfig]) -
     assert saved_scores(settings, "training") == {1: [0.0] * 4, 5: [0.4] * 4}
     assert saved_scores(settings, "evaluation") == {0: [0.0] * 3, 2: [0.2] * 3, 4: [0.4] * 3, 5: [0.5] * 3}
     first, *_ = read_rows(settings.output / "rollouts", "training", 5)
-    (prompt,) = stream(settings).rows([first["prompt_id"]])
+    *_, prompt = stream(settings).take(first["prompt_id"] + 1)
     assert (first["prompt"], first["answer"]) == (prompt["prompt"], prompt["answer"])
     assert (first["step"], first["kind"], first["response"], first["row"]) == (5, "training", "sampled", 0)
     assert read_rows(settings.output / "rollouts", "evaluation", 5)[0]["response"] == "greedy"

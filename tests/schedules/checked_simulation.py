@@ -11,7 +11,9 @@ class CheckedSimulation(Simulation):
         self, limits: ScheduleLimits, num_replicas: int, workload: Workload, faults: Faults | None = None
     ) -> None:
         super().__init__(limits, num_replicas, workload, faults)
-        self.versions: list[int | None] = [0] * num_replicas
+        self.versions = [0] * num_replicas
+        self.lost: set[int] = set()
+        """Replicas whose replacement process is not ready."""
         self.running: list[set[int]] = [set() for _ in range(num_replicas)]
         self.dispatch_version: dict[int, int] = {}
         self.trained: set[int] = set()
@@ -38,18 +40,17 @@ class CheckedSimulation(Simulation):
         if isinstance(action, UpdateWeights):
             assert action.version == self.version != self.versions[rank]
             assert self.limits.interrupt or not self.running[rank], "an update interrupts a group"
-            if self.versions[rank] is not None:
-                self.versions[rank] = action.version
+            assert rank not in self.lost
+            self.versions[rank] = action.version
         else:
             self._check_dispatch(rank, action.groups)
         super().perform(action)
 
     def _check_dispatch(self, rank: int, groups: tuple[int, ...]) -> None:
-        version = self.versions[rank]
-        assert version is not None, "a new process has no weights yet"
+        assert rank not in self.lost, "a new process is not ready yet"
         for group in groups:
             assert group not in self.trained and all(group not in running for running in self.running)
-            self.dispatch_version[group] = version
+            self.dispatch_version[group] = self.versions[rank]
             self.running[rank].add(group)
         self.dispatched_per_version[-1] += len(groups)
         self.replicas_of[rank] += len(groups)
@@ -57,10 +58,6 @@ class CheckedSimulation(Simulation):
             assert len(self.running[rank]) <= self.limits.slots
             limit = self.limits.max_concurrent
             assert limit is None or sum(map(len, self.running)) <= limit
-
-    def confirm_update(self, rank: int, version: int) -> None:
-        self.versions[rank] = max(version, self.versions[rank] or 0)
-        super().confirm_update(rank, version)
 
     def complete_group(self, rank: int, group: int) -> None:
         super().complete_group(rank, group)
@@ -78,8 +75,12 @@ class CheckedSimulation(Simulation):
 
     def lose_replica(self, rank: int) -> None:
         super().lose_replica(rank)
-        self.versions[rank] = None
+        self.lost.add(rank)
         self.running[rank].clear()
+
+    def restore_replica(self, rank: int) -> None:
+        super().restore_replica(rank)
+        self.lost.discard(rank)
 
     def train(self, batch: StepBatch) -> None:
         limits = self.limits

@@ -1,11 +1,13 @@
-"""Rollout workers, weight sync and calls under a virtual clock, with the methods that `StreamingRollouts` uses.
+"""Rollout workers, weight sync and calls under a virtual clock, with the methods that `ReplicaStream` uses.
 
 A simulated replica executes one call at a time. It generates only during `poll`, a few groups concurrently. If its
-process is lost, its groups are gone. Each unresolved call then fails or is executed by the new process.
+process is lost, its groups are gone. The new process repeats unresolved calls that load weights or abort all groups.
+Each other unresolved call fails or is executed by the new process.
 """
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,8 +65,8 @@ class Late:
 class SubmittedCall:
     """A submitted call: its effect is already applied, its result arrives later."""
 
-    def __init__(self, clock: VirtualClock, run: Callable[[], Any], begin: float) -> None:
-        self.run, self.begin = run, begin
+    def __init__(self, clock: VirtualClock, run: Callable[[], Any], begin: float, resend: bool) -> None:
+        self.run, self.begin, self.resend = run, begin, resend
         self.value, self.described = Late(clock, begin), Late(clock, begin)
 
     def resolve(self, value: Any, end: float) -> None:
@@ -120,8 +122,8 @@ class SimulatedReplica:
     def slots(self) -> list["SimulatedReplica"]:
         return [self]
 
-    def _submit(self, run: Callable[[], tuple[Any, float]]) -> SubmittedCall:
-        submitted = SubmittedCall(self.clock, run, 0.0)
+    def _submit(self, run: Callable[[], tuple[Any, float]], resend: bool) -> SubmittedCall:
+        submitted = SubmittedCall(self.clock, run, 0.0, resend)
         self.submitted.append(submitted)
         self._run(submitted)
         return submitted
@@ -135,8 +137,8 @@ class SimulatedReplica:
         self.free_at = submitted.begin + seconds + 1e-4
         submitted.resolve(value, self.free_at)
 
-    def _future(self, run: Callable[[], tuple[Any, float]]) -> Future:
-        submitted = self._submit(run)
+    def _future(self, run: Callable[[], tuple[Any, float]], *, resend: bool = False) -> Future:
+        submitted = self._submit(run, resend)
         return Future([submitted.value], ALL, Mesh(1, 1, 1, 1), lambda refs, timeout_s: [ref.get() for ref in refs])
 
     def kill(self, chance: random.Random) -> None:
@@ -148,7 +150,7 @@ class SimulatedReplica:
         self.free_at = self.clock.now_s + 0.3
         lost = ProcessLost("rollout", self.rank, 0, "poll", "it was killed")
         for submitted in [submitted for submitted in self.submitted if not submitted.value.done()]:
-            if chance.random() < 0.6:
+            if not submitted.resend and chance.random() < 0.6:
                 submitted.fail(lost, self.clock.call_at(self.clock.now_s + 0.01))
             else:
                 self._run(submitted)
@@ -182,21 +184,21 @@ class SimulatedReplica:
 
     @property
     def abort_all(self) -> Method:
-        return Method(lambda: self._future(lambda: (self._reset(), 0.0)))
+        return Method(lambda: self._future(lambda: (self._reset(), 0.0), resend=True))
 
     def load(self, version: int) -> Future:
         def run() -> tuple[None, float]:
             self.version = version
             return None, self.update_s
 
-        return self._future(run)
+        return self._future(run, resend=True)
 
     @property
     def poll(self) -> Method:
         return Method(lambda slice_s, **score: self._batch_of(lambda: self._poll(slice_s)))
 
     def _batch_of(self, run: Callable[[], tuple[Payload, float]]) -> Batch:
-        submitted = self._submit(run)
+        submitted = self._submit(run, resend=False)
         columns = COLUMNS if self.fails is None else (*COLUMNS, *REWARD_COLUMNS)
         return Batch.of_block(Block([Shard(submitted.value, submitted.described, None)]), columns)
 
@@ -368,6 +370,9 @@ class Calls:
         self.attended.append(fn)
         return lambda: self.attended.remove(fn)
 
+    def wait(self, records: Sequence[Any], timeout_s: float | None) -> None:
+        assert not records, "local rows are computed by no call"
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         for _ in range(MAX_EVENTS):
             for fn in [*self.before, *self.attended]:
@@ -387,16 +392,22 @@ class NumberedPrompts:
 
     def __init__(self) -> None:
         self.drawn = 0
+        self.requeued: list[int] = []
+        self.built: Counter[int] = Counter()
+        """Number of times the row of each prompt was built."""
 
     def record_success(self, indices: Sequence[int], rates: Sequence[float]) -> None:
         pass
 
     def take(self, count: int) -> list[dict[str, Any]]:
-        self.drawn += count
-        return self.rows(range(self.drawn - count, self.drawn))
+        taken, self.requeued = self.requeued[:count], self.requeued[count:]
+        taken += range(self.drawn, self.drawn + count - len(taken))
+        self.drawn = max([self.drawn - 1, *taken]) + 1
+        self.built.update(taken)
+        return [{"prompt_id": index, "group": index} for index in taken]
 
-    def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        return [{"prompt_id": index, "group": index} for index in indices]
+    def requeue(self, indices: Sequence[int]) -> None:
+        self.requeued = [*indices, *self.requeued]
 
     def location(self, index: int) -> str:
         return f"prompts, line {index % len(self)}"
@@ -404,11 +415,11 @@ class NumberedPrompts:
     def __len__(self) -> int:
         return 1000
 
-    def state(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
+    def state(self, untrained: Iterable[int] = ()) -> dict[str, Any]:
+        return {"drawn": self.drawn, "untrained": [*untrained, *self.requeued]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.drawn = state["drawn"]
+        self.drawn, self.requeued = state["drawn"], list(state["untrained"])
 
 
 def moments(chance: random.Random, mean_s: float) -> Iterator[float]:

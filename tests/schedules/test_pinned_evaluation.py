@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 
-from flowrl.config import UserError
+from flowrl.config import OnPolicyConfig, UserError
 from flowrl.data.batch.batch import Batch
 from flowrl.schedules.rewards import HeldOutResponses
 from flowrl.schedules.scheduler import ScheduleLimits, Scheduler, UpdateWeights
-from tests.schedules.test_streaming_rollouts import SimulatedRun, config_of, long_tailed
+from tests.schedules.test_replica_stream import SimulatedRun, long_tailed
+from tests.schedules.test_replica_stream import config_of as streaming_config
 
 PROMPTS = (5, 3, 8)
+
+
+def config_of(concurrent_evaluation: bool | str = True, **settings: Any) -> OnPolicyConfig:
+    return streaming_config(concurrent_evaluation=concurrent_evaluation, **settings)
+
+
+def stream_of(run: SimulatedRun) -> Any:
+    return run.source._stream
 
 
 def start_evaluation(run: SimulatedRun, num_prompts: int = len(PROMPTS)) -> HeldOutResponses | None:
@@ -22,7 +31,7 @@ def start_evaluation(run: SimulatedRun, num_prompts: int = len(PROMPTS)) -> Held
     def score(batch: Batch) -> Batch:
         return batch.union(batch["prompt_id"].rename({"prompt_id": "scores"}))
 
-    return run.source._evaluate_alongside(prompts.with_samples(2), 0.0, (), score)
+    return stream_of(run)._evaluate_alongside(prompts.with_samples(2), 0.0, (), score)
 
 
 def evaluate_every(run: SimulatedRun, every: int, num_prompts: int = len(PROMPTS)) -> dict[int, HeldOutResponses]:
@@ -125,6 +134,31 @@ def test_without_a_later_step_or_by_setting_all_replicas_evaluate(changes: dict[
     assert start_evaluation(run) is None
 
 
+@pytest.mark.parametrize(("generate_s", "train_s", "is_alongside"), [(0.1, 1.0, True), (0.9, 0.3, False)])
+def test_by_default_idle_replicas_evaluate_alongside_training(
+    generate_s: float, train_s: float, is_alongside: bool
+) -> None:
+    """Two replicas with two slots generate a step in `generate_s`. If training is slower, they wait for weights."""
+    run = SimulatedRun(config_of("auto", max_staleness=2), lambda prompt: generate_s, train_s=train_s)
+    started = evaluate_every(run, 4)
+    run.run()
+    assert list(started) == (list(range(4, 40, 4)) if is_alongside else [])
+    for step, responses in started.items():
+        assert_measures_the_step(run, step, responses)
+    assert run.trained == Counter(range(160))
+
+
+def test_the_sets_of_a_step_have_the_same_choice() -> None:
+    """The second set alone has too many rows for the idle time."""
+    run = SimulatedRun(config_of("auto", max_staleness=2), lambda prompt: 0.1, train_s=0.3)
+    run.run(last=4)
+    started = [start_evaluation(run, num_prompts) for num_prompts in (2, 500)]
+    assert None not in started
+    for responses in started:
+        assert responses is not None
+        assert_measures_the_step(run, 4, responses)
+
+
 def test_a_transfer_to_all_replicas_at_once_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     run = SimulatedRun(config_of(max_staleness=1))
     run.run(last=2)
@@ -140,7 +174,7 @@ def test_an_error_of_the_scores_is_raised() -> None:
     def score(batch: Batch) -> Batch:
         raise UserError("no reward")
 
-    responses = run.source._evaluate_alongside(prompts, 0.0, (), score)
+    responses = stream_of(run)._evaluate_alongside(prompts, 0.0, (), score)
     assert responses is not None
     with pytest.raises(UserError, match="no reward"):
         responses.get()
@@ -154,14 +188,14 @@ def test_a_pinned_replica_loads_no_newer_version() -> None:
         UpdateWeights(1, 1),
     ]
     for replica in (0, 1):
-        scheduler.confirm_update(replica, 1)
+        scheduler.confirm_update(replica)
     pinned = scheduler.pin_replica(2)
-    assert pinned in (0, 1) and scheduler.target_version(pinned) == 1
+    assert pinned in (0, 1) and scheduler.pop_updates() == []
     scheduler.add_version(2)
     scheduler.add_version(3)
     updates = [action for action in scheduler.pop_actions() if isinstance(action, UpdateWeights)]
     assert {update.replica: update.version for update in updates} == {pinned: 2, 1 - pinned: 3}
-    scheduler.confirm_update(pinned, 2)
+    scheduler.confirm_update(pinned)
     assert [action for action in scheduler.pop_actions() if isinstance(action, UpdateWeights)] == []
     scheduler.unpin_replica(pinned)
     assert UpdateWeights(pinned, 3) in scheduler.pop_actions()

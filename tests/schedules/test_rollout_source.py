@@ -1,6 +1,7 @@
-"""BatchRollouts: submitted batches and checkpoints. Staleness and weight-wait metrics."""
+"""Batched sources: submitted batches, rounds and checkpoints. Staleness and weight-wait metrics."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,44 @@ import pytest
 import torch
 
 from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
-from flowrl.config import OnPolicyConfig
+from flowrl.config import OnPolicyConfig, UserError
 from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.block import LocalRef
 from flowrl.data.events import CallEvent
+from flowrl.data.metric import merge_metrics
+from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
+from flowrl.schedules.replica_stream import make_rollout_source
 from flowrl.schedules.rollout_source import (
-    BatchRollouts,
-    PromptQueue,
     RolloutContext,
+    RolloutSource,
     measure_staleness,
-    measure_weight_wait_s,
     staleness_metrics,
 )
 from flowrl.schedules.scheduler import DispatchGroups, ScheduleLimits, Scheduler, UpdateWeights
+from flowrl.schedules.simulation import VirtualClock
+from flowrl.schedules.throughput import measure_weight_wait_s
 from tests.report.call_events import timed
-from tests.schedules.simulated_workers import Method, NumberedPrompts
-from tests.schedules.test_streaming_rollouts import SAMPLES, config_of
+from tests.schedules.simulated_workers import Calls, Method, NumberedPrompts, SimulatedRewards
+from tests.schedules.test_replica_stream import SAMPLES, config_of
 
 STEPS, GROUPS = 5, 3
 
 
 @dataclass(eq=False)
 class Rollout:
-    """Generates immediately, with the newest weights."""
+    """Generates immediately, with the newest weights.
+
+    Args:
+        scores: prompt -> score of each response. None: the responses have no scores.
+    """
 
     version: int = 0
+    scores: Callable[[int], Sequence[float]] | None = None
     calls_made: list[tuple[list[int], int]] = field(default_factory=list)
     """Prompts and weight version of each call."""
+    role: str = "rollout"
     tasks: None = None
+    slots: tuple[()] = ()
     num_announced: int = 0
     """Number of weight updates that were announced, each after the generation of its step."""
 
@@ -52,15 +64,19 @@ class Rollout:
     def generate(self) -> Method:
         return Method(self._generate)
 
-    def _generate(self, batch: Batch) -> Batch:
-        self.calls_made.append((batch.get("prompt_id").tolist()[::SAMPLES], self.version))
+    def _generate(self, batch: Batch, **score: Any) -> Batch:
+        prompts = batch.get("prompt_id").tolist()[::SAMPLES]
+        self.calls_made.append((prompts, self.version))
         tokens = {
             "response_mask": np.ones(len(batch), dtype=bool),
             "weight_version": np.full(len(batch), self.version, dtype=np.int32),
         }
-        return Batch.from_columns(
-            rows={"call": [len(self.calls_made)] * len(batch)}, tokens=tokens, lengths=[1] * len(batch)
-        )
+        rows: dict[str, Any] = {"call": [len(self.calls_made)] * len(batch)}
+        if self.scores is not None:
+            scores = [score for prompt in prompts for score in self.scores(prompt)]
+            rows |= {"scores": np.array(scores), FAILED: np.zeros(len(batch), dtype=bool)}
+            rows[CALLS] = [{"reward": RewardCall(score).to_dict()} for score in scores]
+        return Batch.from_columns(rows=rows, tokens=tokens, lengths=[1] * len(batch))
 
 
 @dataclass
@@ -71,16 +87,25 @@ class WeightSync:
         self.rollout.version = version
 
 
-def make_source(config: OnPolicyConfig, version: int = 0) -> tuple[BatchRollouts, Any]:
-    rollout: Any = Rollout(version)
+class ScoredByRollout(SimulatedRewards):
+    """The scores are columns of the responses."""
+
+    def add_model_scores(self, batch: Batch) -> Batch:
+        return batch
+
+
+def make_source(
+    config: OnPolicyConfig, version: int = 0, scores: Callable[[int], Sequence[float]] | None = None
+) -> tuple[RolloutSource, Any]:
+    rollout: Any = Rollout(version, scores)
     weight_sync: Any = WeightSync(rollout)
-    calls: Any = None
-    numbers: Any = NumberedPrompts()
-    context = RolloutContext(config, rollout, PromptQueue(numbers, SAMPLES), weight_sync, calls, print)
-    return BatchRollouts(context, num_ahead=config.schedule.staleness), rollout
+    calls: Any = Calls(VirtualClock())
+    prompts: Any = NumberedPrompts()
+    rewards: Any = None if scores is None else ScoredByRollout()
+    return make_rollout_source(RolloutContext(config, rollout, prompts, weight_sync, calls, print, rewards)), rollout
 
 
-def trained(source: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
+def trained(source: RolloutSource, rollout: Any, steps: range) -> list[Batch]:
     """Returns the batches of the steps."""
     source.begin(None, steps[0] - 1, steps[0] - 1)
     batches = []
@@ -88,18 +113,6 @@ def trained(source: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
         batches.append(source.next_batch(step, step - 1))
         source.sync_weights(rollout, rollout, step)
     return batches
-
-
-def test_a_restored_queue_has_pending_and_requeued_prompts() -> None:
-    numbers: Any = NumberedPrompts()
-    queue = PromptQueue(numbers, SAMPLES)
-    _, second, third, fourth = queue.pop(4)
-    queue.requeue([second, fourth])
-    state = json.loads(json.dumps(queue.state([third])))
-    following: Any = NumberedPrompts()
-    restored = PromptQueue(following, SAMPLES)
-    restored.restore(state)
-    assert restored.pop(4) == [third, second, fourth, *queue.pop(3)[2:]]
 
 
 def config_for(kind: str, **changes: Any) -> OnPolicyConfig:
@@ -127,7 +140,7 @@ def scheduled(max_staleness: int) -> list[tuple[list[int], int]]:
             for action in actions:
                 if isinstance(action, UpdateWeights):
                     version = action.version
-                    scheduler.confirm_update(0, version)
+                    scheduler.confirm_update(0)
                 elif isinstance(action, DispatchGroups):
                     batches.append((list(action.groups), version))
                     assert all(scheduler.complete_group(0, group) for group in action.groups)
@@ -144,7 +157,114 @@ def test_submitted_batches_match_the_scheduler(kind: str) -> None:
     assert rollout.calls_made == scheduled(config.schedule.staleness)
 
 
-def checkpoint_of(source: BatchRollouts, path: Path) -> tuple[dict[str, Any], SavedRows | None]:
+def test_the_row_of_a_prompt_is_built_once() -> None:
+    for kind in ("sync", "one_step_off"):
+        source, rollout = make_source(config_for(kind))
+        trained(source, rollout, range(1, STEPS + 1))
+        prompts: Any = source._context.prompts
+        assert set(prompts.built.values()) == {1} and len(prompts.built) == STEPS * GROUPS
+
+
+def scores_of(prompt: int) -> tuple[float, float]:
+    """Returns different scores for four of the first ten prompts, and for all later ones."""
+    return 1.0, float(prompt not in (0, 4, 5, 6) and prompt < 10)
+
+
+DYNAMIC: dict[str, Any] = {"dynamic_sampling": {"max_rounds": 3, "oversample": 1.5}}
+
+
+@pytest.mark.parametrize("kind", ["sync", "one_step_off"])
+def test_rounds_replace_groups_with_equal_scores(kind: str) -> None:
+    """A round has 1.5 times the missing groups. The next step of one_step_off begins when the step is complete."""
+    source, rollout = make_source(config_for(kind, **DYNAMIC), scores=scores_of)
+    source.begin(None, 0, 0)
+    batch = source.next_batch(1, 0)
+    next_round = [] if kind == "sync" else [([7, 8, 9, 10, 11], 0)]
+    assert rollout.calls_made == [([0, 1, 2, 3, 4], 0), ([5, 6], 0), *next_round]
+    assert batch.get("prompt_id").tolist()[::SAMPLES] == [0, 4, 5]
+    metrics, *_ = source.pop_metrics()
+    assert metrics == {
+        "dropped_groups": 4.0,
+        "dropped_equal_scores": 3.0,
+        "dropped_failed": 0.0,
+        "dropped_surplus": 1.0,
+        "sampling_rounds": 2.0,
+    }
+    source.sync_weights(rollout, rollout, 1)
+    # 1 group is missing, and 1.5 are generated with the same weights.
+    assert rollout.calls_made[3:] == ([] if kind == "sync" else [([12, 13], 0)])
+    assert source.next_batch(2, 1).get("prompt_id").tolist()[::SAMPLES] == [10, 11, 12]
+
+
+def test_a_step_without_enough_groups_after_max_rounds_trains_fewer(tmp_path: Path) -> None:
+    """Of the prompts 0 to 8, which three rounds generate, 0 and 4 have different scores."""
+    scores = lambda prompt: (1.0, float(prompt not in (0, 4)))  # noqa: E731 (same signature as the argument)
+    source, rollout = source_and_rollout = make_source(config_for("sync", **DYNAMIC), scores=scores)
+    (batch,) = trained(*source_and_rollout, range(1, 2))
+    assert [len(prompts) for prompts, _ in rollout.calls_made] == [5, 2, 2]
+    assert batch.get("prompt_id").tolist()[::SAMPLES] == [0, 4]
+    with pytest.raises(UserError, match="max_rounds"):
+        source.next_batch(2, 1)
+
+
+def test_prompts_of_a_failed_step_are_generated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = source_and_rollout = make_source(config_for("one_step_off"), scores=scores_of)
+    trained(*source_and_rollout, range(1, 3))
+
+    def fail(*_: Any) -> None:
+        raise UserError("the reward failed")
+
+    monkeypatch.setattr(source._context.calls, "wait", fail)
+    with pytest.raises(UserError, match="the reward failed"):
+        source.next_batch(3, 2)
+    source.requeue_prompts()
+    state, rows = checkpoint_of(source, tmp_path / FILE)
+    assert state["untrained"] == list(range(2 * GROUPS, 4 * GROUPS)) and rows is None and state["groups"] == []
+    again, _ = make_source(config_for("one_step_off"), version=2, scores=scores_of)
+    again.restore(state, None)
+    again.begin(None, 2, 2)
+    assert again.next_batch(3, 2).get("prompt_id").tolist()[::SAMPLES] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("kind", ["sync", "one_step_off"])
+def test_dropped_groups_and_rounds_are_counted_across_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    config = config_for(kind, **DYNAMIC)
+    metrics: list[Any] = []
+    straight, first = (make_source(config, scores=scores_of) for _ in range(2))
+    again = make_source(config, version=1, scores=scores_of)
+    trained(*straight, range(1, 2))
+    trained(*first, range(1, 2))
+    again[0].restore(*checkpoint_of(first[0], tmp_path / FILE))
+    again[0].begin(None, 1, 1)
+    for source, _ in (straight, again):
+        source.pop_metrics()
+        prompts = source.next_batch(2, 1).get("prompt_id").tolist()
+        counts, *others = source.pop_metrics()
+        own: Any = [each.get() if isinstance(each, LocalRef) else each for each in others]
+        metrics.append((prompts, counts, merge_metrics(own)))
+    assert metrics[0] == metrics[1] and metrics[0][1]["sampling_rounds"] >= 1
+    assert straight[0].summary() == again[0].summary() and again[0].summary()["groups"]["dropped"]["surplus"] >= 1
+
+
+def test_one_step_off_resumes_from_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
+    """It has the number of the groups of the next step, whose responses have the weights of the step before."""
+    first, _ = source_and_rollout = make_source(config_for("one_step_off"))
+    trained(*source_and_rollout, range(1, 3))
+    state, rows = checkpoint_of(first, tmp_path / FILE)
+    earlier = {name: state[name] for name in ("drawn", "untrained", "is_requeued")} | {
+        "filter": {},
+        "steps": [{"num_groups": GROUPS, "metrics": {}}],
+        "kept": [],
+    }
+    again, rollout = make_source(config_for("one_step_off"), version=2)
+    again.restore(earlier, rows)
+    again.begin(None, 2, 2)
+    batch = again.next_batch(3, 2)
+    assert batch.get("prompt_id").tolist()[::SAMPLES] == [6, 7, 8]
+    assert set(batch.get("weight_version").tolist()) == {1} and rollout.calls_made == [([9, 10, 11], 2)]
+
+
+def checkpoint_of(source: RolloutSource, path: Path) -> tuple[dict[str, Any], SavedRows | None]:
     """Returns the state and rows of a checkpoint."""
     state, rows = source.snapshot()
     state = json.loads(json.dumps(state))
@@ -239,3 +359,11 @@ def test_weight_wait_is_the_idle_time_before_a_weight_update() -> None:
     assert measure_weight_wait_s(events, "rollout", 6 * NS_PER_S, 20 * NS_PER_S) == (3 + 1) / 2
     assert measure_weight_wait_s(events, "rollout", 0, 7 * NS_PER_S) == 3 / 2
     assert measure_weight_wait_s(events, "actor", 0, 20 * NS_PER_S) == 0
+
+
+@pytest.mark.parametrize(("kind", "last_waits"), [("sync", STEPS - 1), ("one_step_off", STEPS - 2)])
+def test_replicas_wait_for_weights_until_everything_is_generated(kind: str, last_waits: int) -> None:
+    source, _ = make_source(config_for(kind))
+    events = [rollout("generate", 0, 2), rollout("load_weights", 5, 6)]
+    waited = [source.weight_wait_s(step, events, 0, 6 * NS_PER_S) for step in (1, last_waits, last_waits + 1, STEPS)]
+    assert waited == [3.0, 3.0, 0.0, 0.0]

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from flowrl.schedules.scheduler import (
     DROP_REASONS,
-    RETRY_AFTER,
     AbortGroups,
     Action,
     DispatchGroups,
     ScheduleLimits,
     Scheduler,
-    ThroughputTracker,
     TrainerRoutes,
     UpdateWeights,
 )
@@ -36,7 +34,7 @@ def confirm_updates(scheduler: Scheduler, actions: list[Action]) -> None:
     """Confirms all weight updates immediately."""
     for action in actions:
         if isinstance(action, UpdateWeights):
-            scheduler.confirm_update(action.replica, action.version)
+            scheduler.confirm_update(action.replica)
 
 
 def step(scheduler: Scheduler, num_replicas: int) -> tuple[int, ...]:
@@ -73,10 +71,8 @@ def test_a_replica_without_remaining_work_is_not_starved():
     assert limited.pop_actions() == [DispatchGroups(0, (0,))] and limited.starved_replicas == ()
     limited.mark_replica_lost(1)
     complete_all(limited, 3)
-    assert limited.pop_actions() == [UpdateWeights(1, 0)] and limited.starved_replicas == (
-        0,
-        2,
-    )  # a new process loads its model first
+    assert limited.pop_actions() == [] and limited.starved_replicas == (0, 2)  # a new process loads its model first
+    assert limited.idle_replicas == (0, 2)
 
 
 def test_a_replica_gets_at_most_one_group_per_slot():
@@ -116,6 +112,25 @@ def test_batched_with_staleness_zero_dispatches_one_batch_per_version():
         scheduler.add_version(version + 1)
 
 
+def test_a_round_has_the_groups_that_the_step_lacks_times_oversample():
+    limits = ScheduleLimits(4, max_staleness=0, is_batched=True, oversample=1.5, total_groups=8)
+    scheduler = Scheduler(limits, num_replicas=1)
+    assert dispatched(scheduler.pop_actions()) == {0: (0, 1, 2, 3, 4, 5)}
+    for group in range(6):
+        assert scheduler.pop_actions() == [] and scheduler.complete_group(0, group)
+        if group != 3:
+            scheduler.drop_group(group, "equal_scores")
+    assert dispatched(scheduler.pop_actions()) == {0: (6, 7, 8, 9, 10)}  # 3 are missing
+    complete_all(scheduler, 1)
+    for group in (9, 10):
+        scheduler.drop_group(group, "surplus")
+    assert scheduler.pop_actions() == []
+    batch = scheduler.pop_step_batch()
+    assert batch is not None and batch.groups == (3, 6, 7, 8) and scheduler.pop_actions() == []
+    scheduler.add_version(1)
+    assert dispatched(scheduler.pop_actions()) == {0: (11, 12, 13, 14, 15, 16)}  # the last step
+
+
 def test_one_step_off_dispatches_the_next_batch_when_the_previous_one_is_complete():
     scheduler = Scheduler(ScheduleLimits(2, max_staleness=1, interrupt=False, is_batched=True), num_replicas=1)
     assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1))]
@@ -136,7 +151,7 @@ def test_with_interrupt_a_replica_updates_immediately_and_one_version_at_a_time(
     scheduler.add_version(2)
     scheduler.add_version(3)
     assert scheduler.pop_actions() == []
-    scheduler.confirm_update(0, 1)
+    scheduler.confirm_update(0)
     assert scheduler.pop_actions() == [UpdateWeights(0, 3)]
 
 
@@ -203,10 +218,10 @@ def test_groups_of_a_lost_replica_are_dispatched_first():
     assert scheduler.pop_actions() == [DispatchGroups(0, (0, 2)), DispatchGroups(1, (1, 3))]
     scheduler.mark_replica_lost(0)
     assert not scheduler.complete_group(0, 0)
-    assert scheduler.pop_actions() == [UpdateWeights(0, 0)]
+    assert scheduler.pop_actions() == []
     complete_all(scheduler, 2)
     assert scheduler.pop_actions() == [DispatchGroups(1, (0, 2))]
-    scheduler.confirm_update(0, 0)
+    scheduler.restore_replica(0)
     complete_all(scheduler, 2)
     batch = scheduler.pop_step_batch()
     assert batch is not None and batch.groups == (0, 1, 2, 3)
@@ -220,25 +235,28 @@ def test_groups_of_two_lost_replicas_keep_their_order():
     assert dispatched(scheduler.pop_actions()) == {2: (0,)}
 
 
-def test_a_new_process_gets_groups_after_its_first_update():
-    scheduler = Scheduler(ScheduleLimits(2, max_staleness=0, slots=2), num_replicas=1)
+def test_a_new_process_gets_groups_and_updates_when_it_is_ready():
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=1, slots=2), num_replicas=1)
     scheduler.pop_actions()
     scheduler.mark_replica_lost(0)
-    assert scheduler.pop_actions() == [UpdateWeights(0, 0)]
-    assert scheduler.pop_actions() == []
-    scheduler.confirm_update(0, 0)
-    assert scheduler.pop_actions() == [DispatchGroups(0, (0, 1))]
-
-
-def test_a_late_confirmation_of_a_lost_process_is_ignored():
-    scheduler = Scheduler(ScheduleLimits(2, max_staleness=1, slots=1), num_replicas=1)
     scheduler.add_version(1)
-    scheduler.pop_actions()
+    assert scheduler.is_lost(0) and scheduler.pop_actions() == []
+    scheduler.restore_replica(0)
+    assert scheduler.pop_actions() == [UpdateWeights(0, 1), DispatchGroups(0, (0, 1))]
+
+
+def test_the_replacement_of_a_lost_process_has_the_weights_of_the_update_in_flight():
+    """The controller repeats the calls of the update in the new process."""
+    scheduler = Scheduler(ScheduleLimits(2, max_staleness=0, slots=1), num_replicas=1)
+    scheduler.add_version(1)
+    assert scheduler.pop_updates() == [UpdateWeights(0, 1)]
     scheduler.mark_replica_lost(0)
     scheduler.add_version(2)
-    assert scheduler.pop_actions() == [UpdateWeights(0, 2)]
-    scheduler.confirm_update(0, 1)
-    assert scheduler.replica_version(0) is None and scheduler.pop_actions() == []
+    assert scheduler.replica_version(0) == 1
+    scheduler.restore_replica(0)
+    assert scheduler.pop_updates() == []
+    scheduler.confirm_update(0)
+    assert scheduler.pop_updates() == [UpdateWeights(0, 2)]
 
 
 def test_a_dropped_group_is_replaced():
@@ -300,7 +318,7 @@ def test_a_trainer_waits_for_its_own_replicas():
     scheduler.pop_actions()
     scheduler.mark_replica_lost(1)
     scheduler.complete_group(0, 0)
-    assert scheduler.pop_actions() == [UpdateWeights(1, 0)] and scheduler.pop_step_batch() is None
+    assert scheduler.pop_actions() == [] and scheduler.pop_step_batch() is None
 
 
 # Properties under faults.
@@ -383,78 +401,6 @@ def test_a_straggler_gets_only_groups_that_no_step_waits_for():
     run = CheckedSimulation(limits, 3, Workload([1.0], [0.1]), Faults(slowdown=20.0))
     run.run()
     assert run.replicas_of[0] < 0.05 * 400 and min(run.replicas_of[1], run.replicas_of[2]) > 100
-
-
-# Throughput.
-
-
-def tracker_of(*seconds: float) -> ThroughputTracker:
-    """Returns a tracker at time 100 s, after each replica has completed one group in the given seconds."""
-    tracker = ThroughputTracker(len(seconds))
-    for rank, took_s in sorted(enumerate(seconds), key=lambda each: -each[1]):
-        tracker.advance_clock(100 - took_s)
-        tracker.start_group(rank, rank)
-    tracker.advance_clock(100)
-    for rank in range(len(seconds)):
-        tracker.complete_group(rank, rank)
-    return tracker
-
-
-def test_seconds_per_group_is_a_moving_average():
-    tracker, mean_s = tracker_of(2.0), 2.0
-    for group, count in enumerate([2, 3, 4, 5, 6, 7, 8, 8, 8], start=1):
-        now_s = 100.0 + 10 * group
-        tracker.advance_clock(now_s - 10)
-        tracker.start_group(0, group)
-        tracker.advance_clock(now_s)
-        mean_s += (10 - mean_s) / count
-        assert tracker.seconds_per_group(0) == pytest.approx(mean_s)
-        tracker.complete_group(0, group)
-        assert tracker.seconds_per_group(0) == pytest.approx(mean_s)
-
-
-def test_a_replica_without_measurement_is_not_a_straggler():
-    tracker = ThroughputTracker(2)
-    tracker.start_group(0, 0)
-    tracker.complete_group(0, 0)
-    assert tracker.seconds_per_group(0) is None and not tracker.is_straggler(0, [1], 0)
-    tracker.advance_clock(5)
-    tracker.start_group(0, 1)
-    tracker.advance_clock(50)
-    assert tracker.seconds_per_group(0) == 45 and not tracker.is_straggler(0, [1], 0)
-
-
-def test_a_replica_that_others_wait_for_is_a_straggler():
-    tracker = tracker_of(10.0, 1.0, 1.0)
-    assert tracker.is_straggler(0, [1, 2], 8)  # the others need 4 s
-    assert not tracker.is_straggler(0, [1, 2], 24)
-    assert not tracker.is_straggler(1, [0, 2], 0)
-    assert not tracker.is_straggler(0, [], 0)
-
-
-def test_a_replica_up_to_twice_as_slow_is_not_a_straggler():
-    assert not tracker_of(2.0, 1.0, 1.0).is_straggler(0, [1, 2], 0)
-    assert tracker_of(2.1, 1.0, 1.0).is_straggler(0, [1, 2], 0)
-
-
-def test_an_idle_straggler_is_retried():
-    tracker = tracker_of(10.0, 1.0)
-    tracker.advance_clock(100 + RETRY_AFTER * 10)
-    assert tracker.is_straggler(0, [1], 0)
-    tracker.advance_clock(101 + RETRY_AFTER * 10)
-    assert not tracker.is_straggler(0, [1], 0)
-    tracker.start_group(0, 9)
-    assert tracker.is_straggler(0, [1], 0)
-
-
-def test_dropped_groups_and_lost_processes_are_not_measured():
-    tracker = tracker_of(1.0, 1.0)
-    tracker.start_group(0, 9)
-    tracker.cancel_group(0, 9)
-    tracker.start_group(1, 8)
-    tracker.reset_replica(1)
-    tracker.advance_clock(500)
-    assert tracker.seconds_per_group(0) == 1.0 and tracker.seconds_per_group(1) is None
 
 
 def test_groups_that_wait_for_scores_occupy_no_slot() -> None:

@@ -25,7 +25,7 @@ from flowrl.inference.evaluation.planned_tasks import (
     read_run_settings,
 )
 from flowrl.inference.model_source import ModelSource, resolve_model
-from flowrl.schedules.failure_watch import FailureWatch
+from flowrl.run.monitoring.failure_watch import FailureWatch
 
 _UNNAMED = "test"
 """Task name of `data.test`, the held-out data without a name."""

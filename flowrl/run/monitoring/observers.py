@@ -13,6 +13,7 @@ from flowrl.report.run_observer import RunObserver
 from flowrl.report.trackers.open_trackers import Trackers, open_trackers
 from flowrl.report.trackers.tracker import TrackedRun
 from flowrl.run.evaluation import Evaluation, EvaluationHistory, PendingEvaluation
+from flowrl.run.monitoring.failure_watch import FailureWatch
 from flowrl.run.monitoring.health_log import HealthLog
 from flowrl.run.monitoring.step_log import PeakMemory, RecordQueue, StepLog, check_logged
 from flowrl.run.replay.step_recorder import StepRecorder
@@ -21,7 +22,6 @@ from flowrl.run.role_groups import PartialModels, Protections
 from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.start import StartedRun
 from flowrl.run.updates import ZeroRateWatch, describe_updates
-from flowrl.schedules.failure_watch import FailureWatch
 from flowrl.schedules.rewards import reward_metrics
 from flowrl.schedules.rollout_source import RolloutSource
 from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.data.batch.batch import Batch
 from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
-from flowrl.schedules.failure_watch import FailureWatch
+from flowrl.run.monitoring.failure_watch import FailureWatch
 from flowrl.schedules.rewards import FailedFraction, reward_metrics
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings

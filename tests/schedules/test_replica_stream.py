@@ -1,9 +1,10 @@
-"""StreamingRollouts under a virtual clock: order, staleness, losses, refusals, checkpoints and metrics."""
+"""Streaming sources under a virtual clock: order, staleness, losses, refusals, checkpoints and metrics."""
 
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,12 @@ from flowrl.config import OnPolicyConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
-from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
-from flowrl.schedules.scheduler import DROP_REASONS, GroupCounts
+from flowrl.schedules.replica_stream import MAX_REFUSAL_MESSAGES, make_rollout_source
+from flowrl.schedules.rollout_source import RolloutContext
+from flowrl.schedules.scheduler import DROP_REASONS, GroupCounts, group_metrics
 from flowrl.schedules.simulation import VirtualClock
-from flowrl.schedules.streaming_metrics import StepFunction, group_metrics
-from flowrl.schedules.streaming_rollouts import (
-    MAX_REFUSAL_MESSAGES,
-    StreamingRollouts,
-    make_rollout_source,
-)
 from flowrl.weight_sync.verification import ComparedWeights
 from tests.configs import grpo_settings
-from tests.report.call_events import timed
 from tests.schedules.simulated_workers import (
     Calls,
     NumberedPrompts,
@@ -81,13 +76,13 @@ class SimulatedRun:
         self.calls: Any = Calls(self.clock)
         self.prompts: Any = NumberedPrompts()
         self.messages: list[str] = []
-        queue = PromptQueue(self.prompts, SAMPLES)
         now_ns = lambda: round(self.clock.now_s * 1e9)  # noqa: E731 (same signature as the default)
+        notify = self.messages.append
         rewards: Any = None if fails is None else SimulatedRewards()
         context = RolloutContext(
-            config, self.rollout, queue, self.weight_sync, self.calls, self.messages.append, rewards, now_ns=now_ns
+            config, self.rollout, self.prompts, self.weight_sync, self.calls, notify, rewards, now_ns=now_ns
         )
-        self.source = StreamingRollouts(context)
+        self.source = make_rollout_source(context)
         self.trained: Counter[int] = Counter()
         self.ages: list[int] = []
         self.mixed = 0
@@ -143,7 +138,7 @@ class SimulatedRun:
 def test_every_prompt_is_trained_once_in_order_within_the_staleness_bound() -> None:
     run = SimulatedRun(config_of(max_staleness=1))
     run.run()
-    assert run.trained == Counter(range(160))
+    assert run.trained == Counter(range(160)) == run.prompts.built  # each row is built once
     assert max(run.ages) == 1
     groups = {"admitted": 160, "waiting": 0, "running": 0, "complete": 0, "trained": 160}
     groups |= {"dropped": dict.fromkeys(DROP_REASONS, 0)}
@@ -399,22 +394,7 @@ def test_without_staleness_every_schedule_is_sync() -> None:
     kinds = {"sync": {"kind": "sync"}, "one": {"kind": "one_step_off"}, "async": {"kind": "async", "max_staleness": 0}}
     for schedule in kinds.values():
         config = run.config.model_validate(run.config.model_dump() | {"schedule": schedule})
-        results = make_rollout_source(
-            RolloutContext(config, context.rollout, context.prompts, context.weight_sync, context.calls, print)
-        )
-        assert isinstance(results, BatchRollouts)
-
-
-@pytest.mark.parametrize(("ahead", "last_waits"), [(0, 39), (1, 38)])
-def test_batch_rollouts_wait_for_weights_until_everything_is_generated(ahead: int, last_waits: int) -> None:
-    run = SimulatedRun(config_of(max_staleness=1))
-    results = BatchRollouts(run.source._context, num_ahead=ahead)
-    events = [
-        timed(1, "rollout.generate", "cpu:0", (0, 0, 0, 2 * 10**9, 2 * 10**9)),
-        timed(2, "rollout.load_weights", "cpu:0", (0, 0, 5 * 10**9, 6 * 10**9, 6 * 10**9)),
-    ]
-    waited = [results.weight_wait_s(step, events, 0, 6 * 10**9) for step in (1, last_waits, last_waits + 1, 40)]
-    assert waited == [3.0, 3.0, 0.0, 0.0]
+        assert not make_rollout_source(replace(context, config=config)).is_streaming
 
 
 def test_group_metrics_count_since_the_previous_step() -> None:
@@ -432,13 +412,3 @@ def test_group_metrics_count_since_the_previous_step() -> None:
     }
     first = group_metrics(counts)
     assert (first["admitted_groups"], first["dropped_groups"], first["dropped_refused"]) == (9.0, 3.0, 1.0)
-
-
-def test_a_step_function_is_integrated() -> None:
-    function = StepFunction()
-    assert function.integral_s(0, 10**9) == 0
-    for at, value in ((1, 0.5), (3, 0.5), (5, 0.0), (6, 1.0)):
-        function.set(at * 10**9, value)
-    assert function.integral_s(0, 2 * 10**9) == 0.5
-    assert function.integral_s(2 * 10**9, 7 * 10**9) == 0.5 * 3 + 1
-    assert function.integral_s(7 * 10**9, 9 * 10**9) == 2 and len(function._changes) == 1
