@@ -5,5 +5,5 @@ processes (server.py). tool_environment.py, reward_environment.py and the adapte
 function (`rollout.environment`, environment_function.py) runs in the rollout's process and returns the next segment of
 a response.
 
-May import only `flowrl.config` and `flowrl.rewards`, and loads no torch.
+Loads no torch. May import only `flowrl.config`, `flowrl.rewards` and `flowrl.user_code`.
 """

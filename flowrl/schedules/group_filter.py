@@ -16,7 +16,7 @@ import numpy as np
 
 from flowrl.config import DynamicSampling, RolloutRunConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.rewards.row_scores import FAILED
+from flowrl.rewards.row_scorer import FAILED
 
 DROP_REASONS = ("equal_scores", "failed", "surplus")
 """Reasons why a scored group is not trained:

@@ -33,8 +33,8 @@ from flowrl.environments.environment_function import (
     load_environment_function,
 )
 from flowrl.rewards.reward_function import SHORT_REPR
-from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
-from flowrl.workers.channel import RequestClient, ServerAddress
+from flowrl.rewards.row_scorer import CALLS, FAILED, RowScores
+from flowrl.user_code.channel import RequestClient, ServerAddress
 from flowrl.workers.dialogs import EPISODE, LOST, TURN_REWARDS, Dialog, Dialogs, EnvironmentServers, turn_columns
 
 EPISODE_READS = (*(f"{name}?" for name in ENVIRONMENT_COLUMNS), "*")

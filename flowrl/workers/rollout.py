@@ -36,9 +36,9 @@ from flowrl.engines.rollout.base import (
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.rollout.sampling import row_keys
 from flowrl.engines.rollout.weight_check import Compared, check_compared
-from flowrl.rewards.row_scores import CALLS, FAILED
+from flowrl.rewards.row_scorer import CALLS, FAILED
+from flowrl.user_code.channel import ServerAddress
 from flowrl.workers.actor import Actor
-from flowrl.workers.channel import ServerAddress
 from flowrl.workers.dialogs import EPISODE, EnvironmentServers
 from flowrl.workers.episodes import (
     EPISODE_READS,

@@ -15,9 +15,8 @@ import pytest
 from flowrl.environments.base import ModelResponse
 from flowrl.environments.environment_host import EnvironmentHost
 from flowrl.environments.requests import Close, EnvironmentLimits, EnvironmentSpec, Reply, Reset, Step
-from flowrl.rewards.processes.pool import ScoringPool
-from flowrl.rewards.processes.pool_settings import PoolLimits
-from tests.rewards.processes.test_pool import MARK, mark, marked_processes, private, skip_without
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from tests.rewards.test_pool import MARK, mark, marked_processes, private, skip_without
 from tests.slow_cases import slow
 
 __all__ = ["mark", "private"]
@@ -349,7 +348,7 @@ def test_limits_are_checked() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_private_folders_cannot_be_reached(private: Path) -> None:
-    with make_host("tests.rewards.processes.attacks:Intruder") as host:
+    with make_host("tests.user_code.attacks:Intruder") as host:
         skip_without("private_folders", host.find_missing_protections())
         reply = ask(host, Reset(1, {"prompt": str(private)}))
         assert reply.observation is not None and reply.observation.messages[0]["content"] == ""

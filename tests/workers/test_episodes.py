@@ -23,9 +23,9 @@ from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.environments.environment_function import EnvironmentFunctionError
 from flowrl.rewards.reward_function import RewardError
-from flowrl.rewards.row_scores import RewardCall, RowScores
+from flowrl.rewards.row_scorer import RewardCall, RowScores
+from flowrl.user_code.channel import RequestClient, RequestError, RequestServer
 from flowrl.workers import Rollout
-from flowrl.workers.channel import RequestClient, RequestError, RequestServer
 from flowrl.workers.episodes import (
     Environment,
     Episode,

@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from flowrl.algorithms import best_of_n, best_of_n_kl_bound
 from flowrl.data.batch.batch import Batch
 from flowrl.data.metric import Logged, Mean, Metric
-from flowrl.rewards.row_scores import FAILED
+from flowrl.rewards.row_scorer import FAILED
 
 
 def select_best(batch: Batch, *, keep: int = 1, min_score: float | None = None) -> tuple[Batch, tuple[Logged, ...]]:

@@ -16,7 +16,7 @@ from flowrl.data.folders.private_folder import create_folder, remove_tree
 
 _FOLDER = Path(__file__).parent
 _RUNNER, _CALLS = _FOLDER / "runner.py", _FOLDER / "proxied_calls.py"
-_ISOLATION = _FOLDER.parent / "processes" / "isolation.py"
+_ISOLATION = _FOLDER.parent / "isolation.py"
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",

@@ -9,7 +9,7 @@ from flowrl.data.folders.private_folder import remove_abandoned_folders
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-from flowrl.rewards.sandbox.launch import Sandbox
+from flowrl.user_code.sandbox.launch import Sandbox
 with Sandbox("program", "import time; time.sleep(60)"):
     print("started", flush=True)
     input()

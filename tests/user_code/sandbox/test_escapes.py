@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.rewards.sandbox.launch import Sandbox, SandboxLimits, find_missing_protections
+from flowrl.user_code.sandbox.launch import Sandbox, SandboxLimits, find_missing_protections
 
 FAST = SandboxLimits(timeout_s=3.0)
 

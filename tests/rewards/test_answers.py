@@ -4,12 +4,11 @@ import os
 
 import pytest
 
-from flowrl.rewards.processes.answers import extract_answers
-from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.rewards.pool import PoolLimits, extract_answers
 from flowrl.rewards.reward_function import RewardError
 from tests.errors import rejects
 
-HERE = "tests.rewards.processes.answer_functions"
+HERE = "tests.user_code.answer_functions"
 LIMITS = PoolLimits(workers=2, timeout_s=60.0)
 
 

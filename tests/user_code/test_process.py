@@ -11,15 +11,17 @@ import psutil
 import pytest
 
 from flowrl.data.folders.private_folder import remove_tree
-from flowrl.rewards.processes.process import Launcher, ScoringProcess, environment_of
 from flowrl.rewards.reward_function import RewardError
+from flowrl.user_code.launcher import Launcher, environment_of
+from flowrl.user_code.process import ProcessPipes
 from tests.errors import rejects
-from tests.rewards.processes import scored_functions
-from tests.rewards.processes.single_process import score_in_process
+from tests.user_code import scored_functions
+from tests.user_code.single_process import score_in_process
 
-HERE = "tests.rewards.processes.test_process"
-FUNCTIONS = "tests.rewards.processes.scored_functions"
-ROOT = Path(__file__).parents[3]
+HERE = "tests.user_code.test_process"
+FUNCTIONS = "tests.user_code.scored_functions"
+MAIN_LOOP = "flowrl.rewards.scorer"
+ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": "1+1", "response": response, "answer": "2", "level": 3.0} for response in ("2", "", "22")]
 
 
@@ -69,7 +71,7 @@ def test_an_interrupt_ends_the_processes(tmp_path: Path) -> None:
     """Ctrl-C reaches the process group of the terminal."""
     file = tmp_path / "pid"
     program = (
-        "from tests.rewards.processes.single_process import score_in_process\n"
+        "from tests.user_code.single_process import score_in_process\n"
         f"score_in_process('{FUNCTIONS}:wait_for_sandbox', [{{'response': {str(file)!r}}}], None)\n"
     )
     command = [sys.executable, "-c", program]
@@ -97,29 +99,29 @@ def test_the_deadline_ends_the_processes_that_the_function_has_started(tmp_path:
 def test_an_import_that_hangs_is_ended_at_the_deadline() -> None:
     with rejects(
         "score",
-        ROOT / "tests/rewards/processes/slow_import.py",
+        ROOT / "tests/user_code/slow_import.py",
         2,
         "call_timeout_s",
         error=RewardError,
     ):
-        score_in_process("tests.rewards.processes.slow_import:score", ROWS, 2)
+        score_in_process("tests.user_code.slow_import:score", ROWS, 2)
 
 
 def test_a_process_of_a_launcher_that_has_ended_is_not_started() -> None:
     """A separate process removes the folder of a launcher that has ended, possibly before the pool notices the end."""
-    launcher = Launcher(environment_of(os.environ, allow_network=False))
+    launcher = Launcher(environment_of(os.environ, allow_network=False), MAIN_LOOP)
     launcher._process.kill()
     launcher._process.wait()
     remove_tree(launcher.folder)
     num_descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConnectionError):
-        ScoringProcess(0, launcher, {})
+        ProcessPipes(launcher, {})
     assert len(os.listdir("/proc/self/fd")) == num_descriptors
     launcher.close()
 
 
 def test_a_removed_folder_is_created_again_while_the_launcher_runs() -> None:
-    launcher = Launcher(environment_of(os.environ, allow_network=False))
+    launcher = Launcher(environment_of(os.environ, allow_network=False), MAIN_LOOP)
     remove_tree(launcher.folder)
     assert Path(launcher.make_folder()).parent == launcher.folder
     launcher.close()

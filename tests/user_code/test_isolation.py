@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def run_isolated(settings: str, code: str, *, before: str = "", needs: str = "") -> object:
@@ -15,7 +15,7 @@ def run_isolated(settings: str, code: str, *, before: str = "", needs: str = "")
     program = f"""
 import json, os, sys
 from pathlib import Path
-from flowrl.rewards.processes.isolation import *
+from flowrl.user_code.isolation import *
 {before}
 unavailable = isolate(Isolation({settings}))
 if {needs!r} in unavailable:
@@ -62,9 +62,7 @@ def test_only_the_writable_folder_is_written(tmp_path: Path, code: str, expected
     (other / "kept").write_text("text")
     before = f"FOLDER, OTHER = {str(folder)!r}, {str(other)!r}\n"
     if uses_mounts:  # as in a kernel without Landlock
-        before += (
-            "from flowrl.rewards.processes import isolation\nisolation._TRUNCATE_ABI = isolation._SCOPE_ABI = 99\n"
-        )
+        before += "from flowrl.user_code import isolation\nisolation._TRUNCATE_ABI = isolation._SCOPE_ABI = 99\n"
     result = run_isolated(f"writable=Path({str(folder)!r})", code, before=before, needs="files")
     assert result == expected or (expected == "PermissionError" and result == "OSError")
     assert (other / "kept").read_text() == "text"

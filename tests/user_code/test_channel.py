@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.workers.channel import RequestClient, RequestError, RequestServer, ServerAddress
+from flowrl.user_code.channel import RequestClient, RequestError, RequestServer, ServerAddress
 
 KEY = b"k" * 32
 OpenServer = Callable[..., RequestServer]

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.rewards.processes.pool import FunctionSpec, PoolLimits, ScoringPool
-from flowrl.rewards.reward_function import RewardError
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from flowrl.rewards.reward_function import FunctionSpec, RewardError
 
 
 def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None) -> list[float]:

@@ -1,4 +1,4 @@
-"""Requests between workers over sockets, without the driver.
+"""`RequestServer` and `RequestClient`: requests between workers over sockets, without the driver.
 
 A server responds to each request with the result of a future, in any order. A client sends requests to several servers.
 If a connection is lost, the client connects again and repeats the requests in flight, so requests must be idempotent.
@@ -22,7 +22,6 @@ from typing import Any
 
 from flowrl.config import UserError
 from flowrl.config.user_errors import convert_errors, error_text
-from flowrl.controller.worker import Dispatch, GroupType, Worker, register
 
 RECONNECT_S = 600.0
 """Seconds during which a client tries to connect to a server again. A lost process is replaced in this time, also on a
@@ -233,37 +232,6 @@ def _encode(results: Sequence[tuple[Hashable, Any, str | None]]) -> bytes:
         if len(results) > 1:
             return pickle.dumps([pickle.loads(_encode([result]))[0] for result in results])
         return pickle.dumps([(results[0][0], None, f"the result cannot be sent ({_describe(error)})")])
-
-
-class ServingWorker(Worker[GroupType]):
-    """Worker that responds to requests of rollout workers over sockets, without the driver."""
-
-    _server: RequestServer | None = None
-
-    @register(Dispatch.ONE_TO_ALL, replay=True, memory=())
-    def serve(self, key: bytes, ports: Sequence[int] | None = None) -> ServerAddress:
-        """Starts the server for requests of rollout workers. Returns the address of this rank.
-
-        Args:
-            key: key of the run, which authenticates the rollout workers.
-            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
-        """
-        port = 0 if ports is None else ports[self.rank]
-        if self._server is None or port not in (0, self._server.address.port):
-            self._server = RequestServer(self.context.address, port, key, self.submit_request, self.end_connection)
-        self._server.key = key  # a restarted run has another key
-        return self._server.address
-
-    def submit_request(self, request: Any, connection: Hashable) -> Future:  # Any: a value of the channel
-        """Returns the future of the result of a request. Is called in several threads."""
-        raise NotImplementedError
-
-    def end_connection(self, connection: Hashable) -> None:
-        """Frees what the requests of a lost or closed connection have started. Does nothing here."""
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
 
 
 class RequestClient:

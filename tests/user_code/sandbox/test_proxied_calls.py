@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from flowrl.rewards.code import score
-from flowrl.rewards.sandbox.launch import Sandbox
+from flowrl.user_code.sandbox.launch import Sandbox
 
 STYLES = {
     "tolerance": "assert abs(f(1) - 2) < 1e-6",

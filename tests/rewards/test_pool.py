@@ -20,14 +20,15 @@ import psutil
 import pytest
 
 from flowrl.data.folders.private_folder import MARKER, create_folder
-from flowrl.rewards.processes.launcher import MAX_SHARED_MEMORY_MB
-from flowrl.rewards.processes.pool import FunctionSpec, Outcome, PoolLimits, ScoringPool
-from tests.rewards.processes import misbehaving
-from tests.rewards.processes.attacks import SHARED_MEMORY_KEY, reach
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from flowrl.rewards.reward_function import FunctionSpec, Outcome
+from flowrl.user_code.guard import MAX_SHARED_MEMORY_MB
 from tests.slow_cases import one_of
+from tests.user_code import misbehaving
+from tests.user_code.attacks import SHARED_MEMORY_KEY, reach
 
-ROOT = Path(__file__).parents[3]
-FOLDER = "tests.rewards.processes"
+ROOT = Path(__file__).parents[2]
+FOLDER = "tests.user_code"
 MARK = "FLOWRL_TEST_MARK"
 
 
@@ -516,9 +517,9 @@ def test_the_folder_of_a_killed_pool_is_removed(mark: str, tmp_path: Path, monke
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from flowrl.rewards.processes.pool import *
+from flowrl.rewards.pool import *
 {before}
-pool = ScoringPool([FunctionSpec("sync", "tests.rewards.processes.misbehaving:score")], PoolLimits(
+pool = ScoringPool([FunctionSpec("sync", "tests.user_code.misbehaving:score")], PoolLimits(
     workers=2, timeout_s=60, environment=("FLOWRL_TEST_MARK",)))
 assert pool.submit("sync", {{"response": "", "kind": "daemon"}}).result().score == 1
 pool.submit("sync", {{"response": "", "kind": "hang_without_signals"}})
@@ -539,13 +540,13 @@ def test_processes_end_with_a_killed_parent(mark: str, tmp_path: Path, number: i
 
 
 NO_NAMESPACES = (
-    "from flowrl.rewards.processes import process\n"
-    "start = process.subprocess.Popen\n"
+    "from flowrl.user_code import launcher\n"
+    "start = launcher.subprocess.Popen\n"
     "def without(command, **settings):\n"
     "    command[2] = command[2].replace('launcher.main', "
-    "'from flowrl.rewards.processes import isolation; isolation._can_enter = lambda flags: False; launcher.main', 1)\n"
+    "'from flowrl.user_code import isolation; isolation._can_enter = lambda flags: False; launcher.main', 1)\n"
     "    return start(command, **settings)\n"
-    "process.subprocess.Popen = without\n"
+    "launcher.subprocess.Popen = without\n"
 )
 """Makes the launcher behave as on a system without namespaces."""
 

@@ -1,12 +1,7 @@
-"""The process that starts the processes of reward functions by forking itself. It never runs user code.
-
-A pool has one launcher. It imports Python and flowrl once, so a new process starts in milliseconds. Each process of a
-reward function has a guard, its parent, which ends all processes that the function has started:
-
-    pool -> launcher -> guard (first process of a process namespace) -> process of reward functions -> others
-"""
+"""The guard of a process of user code: starts and restricts the process, reports its end, and ends its descendants."""
 
 import contextlib
+import faulthandler
 import fcntl
 import io
 import json
@@ -18,14 +13,14 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from flowrl.data.folders.private_folder import find_private_paths, remove_folder
+from flowrl.data.folders.private_folder import find_private_paths
 from flowrl.data.folders.process_stat import read_stat
-from flowrl.rewards.processes.isolation import (
+from flowrl.user_code.isolation import (
     Isolation,
     adopt_orphans,
     end_with_parent,
@@ -35,107 +30,71 @@ from flowrl.rewards.processes.isolation import (
     limit_process_ids,
     limit_shared_memory,
     mount_proc,
-    probe_namespaces,
 )
-from flowrl.rewards.processes.scorer import STACK_SIGNAL, ProcessContext
+
+STACK_SIGNAL = signal.SIGRTMIN + 9
+"""Signal that makes the process write the stacks of its threads. The C library reserves the first few."""
+
+CALL_START = b"\x1e"
+"""Separates the output of a call from earlier output: the record separator of ASCII."""
 
 MAX_PROCESSES = 512
-"""Processes and threads of one process of reward functions and its descendants."""
+"""Processes and threads of one process of user code and its descendants."""
 
 MAX_FILE_MB = 1024.0
-"""Size in MiB of a file that a reward function may write."""
+"""Size in MiB of a file that a process may write."""
 
 MAX_SHARED_MEMORY_MB = 256
-"""Size in MiB of /dev/shm, for all processes that a process of reward functions starts."""
+"""Size in MiB of /dev/shm, for all processes that a process of user code starts."""
 
 WRITE_STACKS, KILL = b"s", b"k"
-"""Requests of the pool to a guard."""
+"""Requests of the supervisor to a guard."""
 
-_GUARDS_END_S = 3.0
-"""Timeout for the end of the guards. The launcher then kills its children, the processes of guards that were killed."""
-
-NUM_DESCRIPTORS = 5
 _POLL_MS = 1000
 _DESCRIPTOR = 900
 """Smallest number of the descriptors of a process, which user code does not reach by accident."""
+
+
+class ProcessContext(NamedTuple):
+    """What the main loop of a process receives."""
+
+    channel: Connection
+    """Connection to the supervisor, with messages of JSON."""
+    output: int
+    """Descriptor for printed text."""
+    rows: int
+    """Descriptor of the pipe of rows that it may score."""
+    settings: Mapping[str, Any]  # Any: values of JSON
+
+    def send(self, message: Mapping[str, Any]) -> None:  # Any: values of JSON
+        """Sends a message to the supervisor. Raises OSError if user code has closed the connection."""
+        self.channel.send_bytes(json.dumps(message).encode())
+
+    def receive(self) -> dict[str, Any]:  # Any: values of JSON
+        """Waits for a message of the supervisor. Ends the process if the supervisor has closed the connection."""
+        try:
+            return json.loads(self.channel.recv_bytes())
+        except EOFError:
+            os._exit(0)
 
 
 Serve = Callable[[ProcessContext], NoReturn]
 """Main loop of a process."""
 
 
-def main(control: socket.socket, parent: int, folder: str, roots: Sequence[str], serve: Serve) -> None:
-    """Forks a process for each message until the pool closes the socket. A message contains descriptors and settings.
-
-    Args:
-        control: socket of the pool.
-        parent: id of the process of the pool.
-        folder: private folder of the pool. It is removed when the launcher and the guards have ended.
-        roots: folders with private folders, and files with a token (`list_private_roots`). Processes do not see them.
-        serve: main loop of the processes.
-    """
-    end_with_parent()
-    if os.getppid() != parent:
-        return
-    adopt_orphans()
-    alive = _remove_at_end(folder, control)
-    is_probed = False
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, NUM_DESCRIPTORS)
-        if not data:
-            break
-        settings = json.loads(data)
-        if not is_probed:
-            probe_namespaces(allow_network=settings["allow_network"])
-            is_probed = True
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the processes
-        if os.fork() == 0:
-            _run(partial(_start, control, roots, settings, descriptors, serve), descriptors[1])
-        for descriptor in descriptors:
-            os.close(descriptor)
-    os.close(alive)
-    signal.signal(signal.SIGALRM, lambda *_: _kill_children())
-    signal.setitimer(signal.ITIMER_REAL, _GUARDS_END_S, 0.1)
-    with contextlib.suppress(ChildProcessError):  # each guard ends, because the pool has closed its socket
-        os.wait()  # for all, because SIGCHLD is ignored
-
-
-def _remove_at_end(folder: str, control: socket.socket) -> int:
-    """Starts a process that removes the folder after the launcher and the guards have ended.
-
-    The pool cannot remove it if its process is killed. Ray kills all processes at the end of a run in a cluster.
-    Returns a descriptor that the launcher and the guards keep open.
-    """
-    ended, alive = os.pipe()
-    if os.fork() == 0:
-        os.close(alive)
-        control.close()
-        null = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):  # otherwise, a reader of the program's output would wait for this process
-            os.dup2(null, number)
-        _run(lambda: _remove_after(ended, folder), 2)
-    os.close(ended)
-    return alive
-
-
-def _remove_after(ended: int, folder: str) -> None:
-    os.read(ended, 1)
-    remove_folder(Path(folder))
-
-
-def _run(body: Any, output: int) -> NoReturn:  # Any: a function of the forked process
+def run_forked(body: Any, output: int) -> NoReturn:  # Any: a function of the forked process
     """Runs the body of a forked process, and ends the process without the cleanup of its parent."""
     code = 1
     try:
         body()
         code = 0
-    except BaseException:  # noqa: BLE001 - reported to the pool
+    except BaseException:  # noqa: BLE001 - reported to the supervisor
         os.write(output, traceback.format_exc().encode(errors="replace")[-4000:])
     finally:
         os._exit(code)
 
 
-def _start(
+def start_guard(
     control: socket.socket, roots: Sequence[str], settings: dict[str, Any], descriptors: Sequence[int], serve: Serve
 ) -> None:
     """Becomes the guard, or starts it as the first process of a new process namespace."""
@@ -169,7 +128,7 @@ def _guard(
     has_namespace: bool,
     is_limited: bool,
 ) -> None:
-    """Starts the process of reward functions. Reports its end, and ends all its descendants."""
+    """Starts the process of user code. Reports its end, and ends all its descendants."""
     channel, output, guard, stacks, rows = descriptors
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -184,7 +143,7 @@ def _guard(
             os.close(descriptor)
         os.dup2(output, 2)
         own = (channel, output, stacks, rows)
-        _run(lambda: _work(settings, own, unavailable, parent, serve, is_limited=is_limited), 2)
+        run_forked(lambda: _work(settings, own, unavailable, parent, serve, is_limited=is_limited), 2)
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
@@ -201,7 +160,7 @@ def _guard(
 
 
 def _wait(worker: int, guard: int, wake: int) -> int | None:
-    """Returns the exit status of the process, or None if the pool asks to end it. Reaps adopted processes."""
+    """Returns the exit status of the process, or None if the supervisor requests its end. Reaps adopted processes."""
     poller = select.poll()
     poller.register(guard, select.POLLIN)
     poller.register(wake, select.POLLIN)
@@ -215,7 +174,7 @@ def _wait(worker: int, guard: int, wake: int) -> int | None:
                     return ended[1]
         if guard in events:
             request = os.read(guard, 1)
-            if request != WRITE_STACKS:  # KILL, or the pool has closed the socket
+            if request != WRITE_STACKS:  # KILL, or the supervisor has closed the socket
                 return None
             os.kill(worker, STACK_SIGNAL)
 
@@ -226,11 +185,11 @@ def _kill_descendants(worker: int) -> None:
         os.killpg(worker, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
-            _kill_children()
+            kill_children()
             os.wait()
 
 
-def _kill_children() -> None:
+def kill_children() -> None:
     for child in _children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
@@ -277,10 +236,13 @@ def _work(
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    serve(ProcessContext(socket.socket(fileno=channel), output, stacks, rows, settings, (*unavailable, *missing)))
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    context = ProcessContext(Connection(channel), output, rows, settings)
+    context.send({"kind": "ready", "unavailable": [*unavailable, *missing]})
+    serve(context)
 
 
 def _move(descriptor: int) -> int:
-    """Returns a copy of the descriptor with a high number, which programs that the function starts do not inherit."""
+    """Returns a copy of the descriptor with a high number, which programs that user code starts do not inherit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min(_DESCRIPTOR, max(limit // 2, 16)))
