@@ -1,16 +1,21 @@
 """Restricts the memory, processes, files and network of the current process. Requires Linux, but no root rights.
 
+Imports only the standard library, because the program of a sandbox loads the file without its package.
+
 A user namespace hides the environment variables of other processes, and a network namespace hides the network. Landlock
 protects files, or read-only mounts in kernels without Landlock. Missing protections are reported by name.
 """
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
+import platform
 import resource
 import signal
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +28,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
 _CLONE_NEWIPC = 0x08000000
 _SYS_MOUNT_SETATTR, _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 _PROCESS_NAMESPACE = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _NO_PROGRAMS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
@@ -37,6 +42,29 @@ _LANDLOCK_CHANGE = _LANDLOCK_WRITE | sum(1 << bit for bit in range(4, 14))  # al
 _LANDLOCK_TCP = 1 << 0 | 1 << 1  # bind, connect
 _LANDLOCK_SCOPES = 1 << 0 | 1 << 1  # abstract sockets, signals
 _TRUNCATE_ABI, _TCP_ABI, _SCOPE_ABI = 3, 4, 6
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+_ROOT_DEVICES = ("null", "full", "random", "urandom")  # shared mappings of /dev/zero are memory that is not counted
+_UNMAPPED = 65534
+"""Id of all users in a user namespace without a mapping."""
+
+# For the filter of system calls.
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_IF_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _DENY, _DENY_AS_MISSING = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_X32_CALLS = 0x40000000
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_CLONE3, _IO_URING_SETUP = 435, 425
+_HIDDEN_MEMORY = {
+    "x86_64": (0xC000003E, 9, 56, (319, 447, 29, 64, 68, 240, 248, 249, 250, 272, _IO_URING_SETUP)),
+    "aarch64": (0xC00000B7, 222, 220, (279, 447, 194, 190, 186, 180, 217, 218, 219, 97, _IO_URING_SETUP)),
+}
+"""Machine -> its number, the numbers of mmap and clone, and those of denied calls.
+
+The denied calls are memfd_create, memfd_secret, shmget, semget, msgget, mq_open, add_key, request_key, keyctl, unshare
+and io_uring_setup.
+"""
+
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 """Devices that programs write to and that keep nothing."""
 
@@ -126,6 +154,21 @@ def enter_process_namespace() -> bool:
     return _enter(_PROCESS_NAMESPACE)
 
 
+def enter_sandbox_namespaces() -> bool:
+    """Gives the next forked child its own processes and network, like `enter_process_namespace`.
+
+    Within a process of a `Launcher`, root has no capabilities and cannot map its id. The namespaces then work with
+    fewer mounts.
+    """
+    flags = _CLONE_NEWNS | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET
+    return enter_process_namespace() or _LIBC.unshare(flags) == 0
+
+
+def allow_tracing(is_allowed: bool) -> None:
+    """Sets whether other processes of the user can read and trace the current process."""
+    _LIBC.prctl(_PR_SET_DUMPABLE, int(is_allowed), 0, 0, 0)
+
+
 def probe_namespaces(*, allow_network: bool) -> None:
     """Tests in child processes which namespaces the system allows. Processes that are forked later reuse the result."""
     for flags in (_PROCESS_NAMESPACE, _CLONE_NEWUSER | (0 if allow_network else _CLONE_NEWNET)):
@@ -183,6 +226,50 @@ def _mount(source: str, target: Path, flags: int, options: str | None = None) ->
     """Mounts a new tmpfs, or a file or folder with the flag `_MS_BIND`. Returns True if done."""
     data = None if options is None else options.encode()
     return _LIBC.mount(source.encode(), bytes(target), b"tmpfs", flags, data) == 0
+
+
+def enter_root(folder: str) -> bool:
+    """Replaces the root folder by one that contains only Python, system libraries and /tmp. Returns True if done."""
+    number = _PIVOT_ROOT.get(platform.machine())
+    # In a mount namespace of its own, because the runner needs the old root, whose /proc lists all processes.
+    # Without a namespace for System V objects, the code could use those of other programs of the user.
+    if number is None or _LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWIPC) != 0:
+        return False
+    if _LIBC.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
+        return False
+    root = Path(folder)
+    for name in ("proc", "dev", "tmp"):
+        (root / name).mkdir()
+    if _LIBC.mount(folder.encode(), folder.encode(), None, _MS_BIND, None) != 0:
+        return False
+    if _LIBC.mount(b"proc", bytes(root / "proc"), b"proc", _NO_PROGRAMS, None) != 0:
+        return False
+    if os.geteuid() == Path(folder).stat().st_uid != _UNMAPPED:  # files in memory need the id of the user
+        _LIBC.mount(b"tmpfs", bytes(root / "tmp"), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64m,mode=700")
+    sources = [*_SYSTEM_FOLDERS, *(f"/dev/{name}" for name in _ROOT_DEVICES), sys.base_prefix, sys.prefix]
+    is_done = all(_bind(Path(source), root) for source in dict.fromkeys(sources))
+    os.chdir(root)
+    is_done = is_done and _LIBC.syscall(number, b".", b".") == 0 and _LIBC.umount2(b".", _MNT_DETACH) == 0
+    if not is_done:
+        raise OSError(ctypes.get_errno(), "the root folder of the sandbox cannot be created")
+    os.chdir("/tmp")
+    return True
+
+
+def _bind(source: Path, root: Path) -> bool:
+    """Makes a file or folder visible below the new root. Returns False if it exists but cannot be mounted."""
+    target = root / source.relative_to("/")
+    if not os.path.lexists(source) or target.exists():  # missing, or within a folder that is mounted
+        return True
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink() and source.parent == Path("/"):  # such as /lib -> usr/lib
+        target.symlink_to(os.readlink(source))
+        return True
+    if source.is_dir():
+        target.mkdir()
+    else:
+        target.touch()
+    return _LIBC.mount(bytes(source.resolve()), bytes(target), None, _MS_BIND | _MS_REC, None) == 0
 
 
 def limit_process_ids(max_processes: int) -> bool:
@@ -350,3 +437,45 @@ def _drop_capabilities() -> None:
         _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     _LIBC.capset(header, bytes(24))
+
+
+def deny_hidden_memory() -> bool:
+    """Denies memory that no process maps, so that it is not resident. Returns False if the system does not offer it.
+
+    Such memory is in anonymous files, System V objects, message queues, keys, rings for input and output, file systems
+    that are mounted in a new user namespace, and unmapped pages of shared mappings.
+    """
+    if platform.machine() not in _HIDDEN_MEMORY:
+        return False
+    machine, mmap, clone, denied = _HIDDEN_MEMORY[platform.machine()]
+    # A filter reads the system call from a struct seccomp_data. These are the offsets of its fields.
+    number_at, machine_at, flags_of_clone_at, flags_of_mmap_at = 0, 4, 16, 40
+    to_mmap, to_missing, to_deny, to_allow = "mmap", "missing", "deny", "allow"
+    program: list[tuple[int, int, str | None, str | None]] = [
+        (_LOAD, machine_at, None, None),
+        (_JUMP_EQUAL, machine, None, to_deny),
+        (_LOAD, number_at, None, None),
+        (_JUMP_AT_LEAST, _X32_CALLS, to_deny, None),
+        *((_JUMP_EQUAL, number, to_deny, None) for number in denied),
+        (_JUMP_EQUAL, _CLONE3, to_missing, None),  # its flags are in memory; the C library then uses clone
+        (_JUMP_EQUAL, mmap, to_mmap, None),
+        (_JUMP_EQUAL, clone, None, to_allow),
+        (_LOAD, flags_of_clone_at, None, None),
+        (_JUMP_IF_SET, _CLONE_NEWUSER, to_deny, to_allow),
+        (_LOAD, flags_of_mmap_at, None, None),
+        (_JUMP_IF_SET, _MAP_ANONYMOUS, None, to_allow),
+        (_JUMP_IF_SET, _MAP_SHARED, to_deny, to_allow),
+        (_RETURN, _DENY_AS_MISSING, None, None),
+        (_RETURN, _DENY, None, None),
+        (_RETURN, _ALLOW, None, None),
+    ]
+    end = len(program)
+    targets = {to_mmap: end - 6, to_missing: end - 3, to_deny: end - 2, to_allow: end - 1}
+    code = b"".join(
+        struct.pack("=HBBI", kind, *(targets[to] - i - 1 if to is not None else 0 for to in jumps), value)
+        for i, (kind, value, *jumps) in enumerate(program)
+    )
+    text = ctypes.create_string_buffer(code, len(code))
+    argument = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(text)))
+    pointer = ctypes.c_void_p(ctypes.addressof(argument))
+    return _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, pointer, 0, 0) == 0

@@ -1,4 +1,4 @@
-"""Calls between the process of tests and the process of the tested code, as JSON lines over a socket.
+"""Calls between the process of tests and the process of the tested code, as messages of JSON over a socket.
 
 The tests run in one sandbox and the tested code in another. The code controls its whole process, so the process of the
 tests trusts no response: it accepts only public names, plain values with builtin types, and references to objects. The
@@ -6,16 +6,17 @@ code therefore cannot replace the comparisons of the tests. It sees only the arg
 """
 
 import builtins
+import contextlib
 import importlib
 import json
-import socket
 import sys
 import types
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing.connection import Connection
 from typing import Any
 
-_MAX_LINE = 8 * 1024**2
+_MAX_BYTES = 8 * 1024**2
 _MAX_ITEMS = 100_000
 _PLAIN = (type(None), bool, int, str)
 
@@ -36,18 +37,18 @@ def serve(settings: dict[str, Any], descriptor: int) -> int:
     names: dict[str, Any] = {"__name__": "solution"}
     exec(compile(settings["code"], "solution.py", "exec"), names)
     objects: list[Any] = []
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
-        for line in stream:
+    with Connection(descriptor) as connection, contextlib.suppress(EOFError):
+        while True:
+            text = connection.recv_bytes()
             try:
-                request = json.loads(line)
+                request = json.loads(text)
                 response = {"value": _respond(request, names, objects)}
                 if request["op"] == "call":
                     response = response["value"]
             except BaseException as error:  # noqa: BLE001 (reported to the tests, also SystemExit)
                 kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
                 response = {"error": kind.__name__, "message": str(error)[:1000]}
-            stream.write(json.dumps(response).encode() + b"\n")
-            stream.flush()
+            connection.send_bytes(json.dumps(response).encode())
     return 0
 
 
@@ -177,8 +178,8 @@ class _Module(Proxy):
 class Client:
     """Sends requests to the tested code."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._stream = connection.makefile("rwb")
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def request(self, **fields: Any) -> Any:
         return self._decode(self._send(fields)["value"])
@@ -197,13 +198,12 @@ class Client:
         return _decode(value, lambda target: Proxy(self, int(target)))
 
     def _send(self, fields: dict[str, Any]) -> dict[str, Any]:
-        self._stream.write(json.dumps(fields).encode() + b"\n")
-        self._stream.flush()
-        line = self._stream.readline(_MAX_LINE)
-        if not line.endswith(b"\n"):
-            self._stream.close()  # the rest of the line is no response to the next request
-            raise ConnectionError("the tested code ended, or its result is too large")
-        response = json.loads(line)
+        self._connection.send_bytes(json.dumps(fields).encode())
+        try:
+            text = self._connection.recv_bytes(_MAX_BYTES)  # closes the connection after a larger response
+        except (EOFError, OSError) as error:
+            raise ConnectionError("the tested code ended, or its result is too large") from error
+        response = json.loads(text)
         if "error" in response:
             kind = getattr(builtins, str(response["error"]), None)
             if not isinstance(kind, type) or not issubclass(kind, Exception):
@@ -227,7 +227,7 @@ def _replace(argument: Any, value: Any) -> None:
 def check(settings: dict[str, Any], descriptor: int) -> int:
     """Runs a test. Returns 0 if it raises no exception."""
     entry_point = settings["entry_point"]
-    with socket.socket(fileno=descriptor) as connection:
+    with Connection(descriptor) as connection:
         client = Client(connection)
         code = compile(settings["code"], "test.py", "exec")
         used = set(_find_names(code))
