@@ -20,7 +20,6 @@ from flowrl.config.base import (
     Config,
     Dependency,
     FilePath,
-    ImportName,
     KlKind,
     Options,
     TokenIds,
@@ -378,11 +377,6 @@ class RolloutConfig(RoleConfig):
 
     transfer: TransferConfig = TransferConfig()
     """Weight sync settings."""
-
-    environment: ImportName | None = None
-    """User function `module:function` that returns the next segment of a response after each stop token, such as the
-    output of a tool, or None to end the response (docs/rollout.md). Null: every response ends at its first stop token.
-    """
 
     max_response_tokens: PositiveInt
     """Maximum response length including stop tokens and the tokens of an environment. A longer response is truncated

@@ -223,21 +223,21 @@ class ScoringPool:
             self._handle_row(process, message, call)
             return
         has_several, kind = len(call.rows) > 1, function.spec.kind
+        seconds = time.monotonic() - call.start_s
         if "outcomes" in message:
-            outcomes = [_parse_outcome(outcome, kind) for outcome in message["outcomes"]]
+            outcomes = [_parse_outcome(outcome, kind, seconds) for outcome in message["outcomes"]]
             if len(outcomes) != len(call.rows):
                 raise ValueError("a wrong number of outcomes")
         else:
-            outcomes = [_parse_outcome(message, kind)] * len(call.rows)
+            outcomes = [_parse_outcome(message, kind, seconds)] * len(call.rows)
             has_several = has_several or (bool(message.get("is_late")) and not process.state.is_exclusive)
         del process.calls[message["id"]]
         process.state.is_exclusive = process.state.is_exclusive and bool(process.calls)
-        seconds = time.monotonic() - call.start_s
         if "outcomes" not in message and has_several:
             self._retry_alone(call.rows)
             return
         for row, outcome in zip(call.rows, outcomes, strict=True):
-            self._end_attempt(process, row, replace(outcome, seconds=seconds))
+            self._end_attempt(process, row, outcome)
 
     def _handle_row(self, process: _Process, message: Mapping[str, Any], call: _Call) -> None:
         """Handles the outcome of the running row of a sequential function."""
@@ -247,7 +247,7 @@ class ScoringPool:
             raise ValueError("an unexpected row")
         now_s = time.monotonic()
         seconds = now_s - call.start_s
-        outcome = replace(_parse_outcome(outcome, call.rows[0].function.spec.kind), seconds=seconds)
+        outcome = _parse_outcome(outcome, call.rows[0].function.spec.kind, seconds)
         if not continues:  # the process begins none of the other rows
             process.reclaim_rows(len(call.rows) - 1)
         row = call.rows.pop(0)
@@ -308,7 +308,7 @@ class ScoringPool:
             row.failed_in = process.number
             self._queue_first([row])
             return
-        self._add(row, replace(outcome, num_attempts=row.num_attempts))
+        self._add(row, outcome if row.num_attempts == 1 else replace(outcome, num_attempts=row.num_attempts))
 
     def _queue_first(self, rows: Sequence[_Row]) -> None:
         """Queues rows, in their order, before all others."""
@@ -500,22 +500,22 @@ def _find_problem(name: str, value: Any) -> str | None:  # Any: the value of a c
     return None
 
 
-def _parse_outcome(outcome: Mapping[str, Any], kind: FunctionKind) -> Outcome:  # Any: unchecked JSON
-    """Returns the outcome of a row, without times. Raises LookupError, TypeError or ValueError if it is invalid."""
+def _parse_outcome(outcome: Mapping[str, Any], kind: FunctionKind, seconds: float) -> Outcome:  # Any: unchecked JSON
+    """Returns the outcome of the first attempt. Raises LookupError, TypeError or ValueError if it is invalid."""
     if "failure" in outcome:
         failure: Failure = outcome["failure"]
         if failure not in _FAILURES:
             raise ValueError("unknown failure")
-        return Outcome(None, failure, str(outcome["message"]))
+        return Outcome(None, failure, str(outcome["message"]), seconds)
     if kind == "answer function":
         answer = outcome["answer"]
         if answer is not None and not isinstance(answer, str):
             raise ValueError("an invalid answer")
-        return Outcome(None, answer=answer)
+        return Outcome(None, answer=answer, seconds=seconds)
     score = outcome["score"]
     if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= MAX_SCORE:
         raise ValueError("an invalid score")
-    return Outcome(float(score))
+    return Outcome(float(score), seconds=seconds)
 
 
 def extract_answers(name: str, responses: Sequence[str], limits: PoolLimits) -> list[str | None]:

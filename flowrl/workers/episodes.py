@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
-from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
+from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.routing import ROUTES
 from flowrl.engines.rollout.base import (
     GatheringEngine,
@@ -25,19 +25,11 @@ from flowrl.engines.rollout.base import (
     open_batch,
 )
 from flowrl.engines.rollout.response_tensors import Responses, stack_responses
-from flowrl.environments.environment_function import (
-    ENVIRONMENT_COLUMNS,
-    RESPONSE_PARAMETERS,
-    EnvironmentFunctionError,
-    call_environment,
-    load_environment_function,
-)
-from flowrl.rewards.reward_function import SHORT_REPR
 from flowrl.rewards.row_scorer import CALLS, FAILED, RowScores
 from flowrl.user_code.channel import RequestClient, ServerAddress
 from flowrl.workers.dialogs import EPISODE, LOST, TURN_REWARDS, Dialog, Dialogs, EnvironmentServers, turn_columns
 
-EPISODE_READS = (*(f"{name}?" for name in ENVIRONMENT_COLUMNS), "*")
+EPISODE_READS = ("prompt?", "conversation?", "answer?", "data_source?", "*")
 """Columns that environments and reward functions can receive, in the notation of `register`."""
 
 _INTERNAL_COLUMNS = ("prompt_ids", "prompt_id", "sample", "length")
@@ -51,49 +43,6 @@ POLL_S = 0.05
 
 Columns = Mapping[str, Any]
 """Row columns of one episode, by name."""
-
-
-class Environment:
-    """Continues responses with the segments that the user's function `rollout.environment` returns."""
-
-    def __init__(self, name: str, tokenizer: ChatTokenizer, max_response_tokens: int) -> None:
-        """Raises EnvironmentFunctionError if the function cannot be loaded."""
-        self._name, self._function = name, load_environment_function(name)
-        self._tokenizer, self._max_response_tokens = tokenizer, max_response_tokens
-
-    def next_request(self, request: Request, response: Response, columns: Columns) -> Request | None:
-        """Returns the request for the next policy segment of a response, or None if the response is complete.
-
-        A response always ends with a policy segment. If the environment's tokens leave no token for another policy
-        segment, the response is complete without them, and `response.truncated` becomes true.
-
-        Args:
-            request: request of the last policy segment.
-            response: the last policy segment.
-            columns: row columns of the response.
-        Raises EnvironmentFunctionError if the function raises an exception or returns a wrong value.
-        """
-        if response.truncated:
-            return None
-        segments = (*request.segments, Segment.policy(response))
-        policy, environment = self._tokenizer.decode_response, self._tokenizer.decode
-        texts = [(policy if segment.is_policy else environment)(segment.token_ids) for segment in segments]
-        arguments = {**columns, **dict(zip(RESPONSE_PARAMETERS, (segments, texts), strict=True))}
-        result = call_environment(self._function, self._name, arguments, len(self._tokenizer))
-        if result is None:
-            return None
-        try:
-            token_ids = self._tokenizer.encode(result) if isinstance(result, str) else result
-            self._tokenizer.check_ids(token_ids)
-        except MissingEmbeddingError as error:
-            raise EnvironmentFunctionError(
-                f"environment function {self._name} returned {SHORT_REPR.repr(result)}, but {error}"
-            ) from error
-        following = replace(request, segments=(*segments, Segment.environment(token_ids)))
-        if following.num_response_tokens < self._max_response_tokens:
-            return following
-        response.truncated = True
-        return None
 
 
 @dataclass
@@ -164,11 +113,10 @@ class Episodes:
     def __init__(
         self,
         tokenizer: ChatTokenizer,
-        environment: Environment | None = None,
         reward: RequestClient | None = None,
         dialogs: Dialogs | None = None,
     ) -> None:
-        self._tokenizer, self._environment, self._reward, self._dialogs = tokenizer, environment, reward, dialogs
+        self._tokenizer, self._reward, self._dialogs = tokenizer, reward, dialogs
         self._episodes: dict[Hashable, Episode] = {}
         """Request id -> episode without a complete response, or without scores."""
         self._ended: list[str] = []
@@ -200,25 +148,15 @@ class Episodes:
         if self._dialogs is not None:
             self._dialogs.send(finished)
             return []
-        continued: list[Request] = []
-        complete: list[Episode] = []
+        complete = [episode for episode, _ in finished]
         for episode, response in finished:
-            environment = self._environment
-            following = environment and environment.next_request(episode.request, response, episode.columns)
-            if following is None:
-                episode.response = response
-                complete.append(episode)
-            else:
-                episode.request = following
-                continued.append(following)
-        if self._environment is not None:
-            self._ended += [episode.id for episode in complete]
+            episode.response = response
+        ids = [episode.id for episode in complete]
         if self._reward is not None:
-            ids = [episode.id for episode in complete]
             self._reward.send(zip(ids, self._scored_rows(complete), strict=True))
         else:
-            self._remove(episode.id for episode in complete)
-        return continued
+            self._remove(ids)
+        return []
 
     def _scored_rows(self, episodes: Sequence[Episode]) -> list[dict[str, Any]]:
         """Returns the columns that a reward function can receive, one mapping per complete episode."""
@@ -284,9 +222,8 @@ class Episodes:
 class EpisodeConnections:
     """Opens sets of episodes, with the connections of a rollout worker to its reward or environment workers."""
 
-    def __init__(self, tokenizer: ChatTokenizer, environment: Environment | None, max_response_tokens: int) -> None:
-        self._tokenizer, self._environment = tokenizer, environment
-        self._max_response_tokens = max_response_tokens
+    def __init__(self, tokenizer: ChatTokenizer, max_response_tokens: int) -> None:
+        self._tokenizer, self._max_response_tokens = tokenizer, max_response_tokens
         self.reward: tuple[Sequence[ServerAddress], bytes] | None = None
         """Addresses of the reward workers and the key of the run."""
         self.environment: EnvironmentServers | None = None
@@ -305,9 +242,9 @@ class EpisodeConnections:
             )
             return Episodes(self._tokenizer, dialogs=dialogs)
         if not is_scored:
-            return Episodes(self._tokenizer, self._environment)
+            return Episodes(self._tokenizer)
         assert self.reward is not None, "connect_reward is called before responses are scored"
-        return Episodes(self._tokenizer, self._environment, RequestClient(*self.reward))
+        return Episodes(self._tokenizer, RequestClient(*self.reward))
 
     @contextmanager
     def share(self, *, is_scored: bool) -> Iterator[Episodes]:
