@@ -87,7 +87,7 @@ class EnvironmentServer:
 
     def load(self) -> None:
         """Reads the first message and imports the class."""
-        message = self._context.receive()
+        message = json.loads(self._context.channel.recv_bytes())
         self._name, self._options = message["name"], message["options"]
 
         def describe(error: BaseException) -> UserError:
@@ -134,7 +134,11 @@ class EnvironmentServer:
             return
 
     def _read(self) -> None:
-        for item in self._context.receive()["items"]:
+        try:
+            message = json.loads(self._context.channel.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        for item in message["items"]:
             self._start(item)
 
     def _start(self, item: Mapping[str, Any]) -> None:

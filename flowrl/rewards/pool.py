@@ -253,8 +253,7 @@ class ScoringPool:
         row = call.rows.pop(0)
         if continues:
             call.start_s, call.deadline_s = now_s, call.deadline_s + seconds
-            process.allow_output()
-            self._supervisor.watch_output(process)
+            self._supervisor.allow_output(process)
         else:
             del process.calls[message["id"]]
             if call.rows:

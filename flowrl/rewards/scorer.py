@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import json
 import math
 import os
 import signal
@@ -187,9 +188,13 @@ class Scorer:
         self._folder, self._recursion_limit = os.getcwd(), sys.getrecursionlimit()
 
     def run(self) -> NoReturn:
-        """Handles messages until the other side closes the socket."""
+        """Handles messages. Raises EOFError when the pool closes the connection."""
         while True:
-            self._handle(self._deferred.popleft() if self._deferred else self._context.receive())
+            self._handle(self._deferred.popleft() if self._deferred else self._receive())
+
+    def _receive(self) -> Mapping[str, Any]:
+        """Waits for a message. Raises EOFError if the pool has closed the connection."""
+        return json.loads(self._context.channel.recv_bytes())
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "load":
@@ -278,9 +283,15 @@ class Scorer:
             if not self._tasks:
                 finished.set()
 
+        def read() -> None:
+            try:
+                start(self._receive())
+            except EOFError:
+                os._exit(0)
+
         start(first)
         descriptor = self._context.channel.fileno()
-        loop.add_reader(descriptor, lambda: start(self._context.receive()))
+        loop.add_reader(descriptor, read)
         try:
             while self._tasks:
                 await finished.wait()
@@ -315,7 +326,7 @@ class Scorer:
         if os.getpid() != self._process_id:  # a child that the function forked returned instead of exiting
             os._exit(0)
         try:
-            self._context.send(message)
+            self._context.channel.send_bytes(json.dumps(message).encode())
         except OSError:  # the function has closed the descriptor
             os._exit(1)
 

@@ -66,17 +66,6 @@ class ProcessContext(NamedTuple):
     """Descriptor of the pipe of rows that it may score."""
     settings: Mapping[str, Any]  # Any: values of JSON
 
-    def send(self, message: Mapping[str, Any]) -> None:  # Any: values of JSON
-        """Sends a message to the supervisor. Raises OSError if user code has closed the connection."""
-        self.channel.send_bytes(json.dumps(message).encode())
-
-    def receive(self) -> dict[str, Any]:  # Any: values of JSON
-        """Waits for a message of the supervisor. Ends the process if the supervisor has closed the connection."""
-        try:
-            return json.loads(self.channel.recv_bytes())
-        except EOFError:
-            os._exit(0)
-
 
 Serve = Callable[[ProcessContext], NoReturn]
 """Main loop of a process."""
@@ -238,8 +227,10 @@ def _work(
         os._exit(1)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     context = ProcessContext(Connection(channel), output, rows, settings)
-    context.send({"kind": "ready", "unavailable": [*unavailable, *missing]})
-    serve(context)
+    context.channel.send_bytes(json.dumps({"kind": "ready", "unavailable": [*unavailable, *missing]}).encode())
+    with contextlib.suppress(EOFError):  # the supervisor has closed the connection
+        serve(context)
+    os._exit(0)
 
 
 def _move(descriptor: int) -> int:

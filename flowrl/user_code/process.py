@@ -65,7 +65,7 @@ class ProcessPipes:
 
     def read_output(self) -> bool:
         """Reads printed text. Returns False if the process has printed as much as one call may."""
-        data = read_pipe(self.output, min(1 << 16, self.allowance))
+        data = _read(self.output, min(1 << 16, self.allowance))
         if data is None:
             return True
         self.allowance -= len(data)
@@ -74,7 +74,7 @@ class ProcessPipes:
 
     def read_stacks(self) -> bool:
         """Reads the stacks of the threads. Returns False at the end of the pipe."""
-        data = read_pipe(self.stacks, 1 << 16)
+        data = _read(self.stacks, 1 << 16)
         if data and len(self._stacks) < 1 << 18:
             self._stacks += data
         return data is None or bool(data)
@@ -140,7 +140,7 @@ def describe_end(owner: str, status: int | None) -> tuple[Literal["exited", "kil
     return "killed", f"the process of {owner} was killed by {number.name} ({cause})"
 
 
-def read_pipe(descriptor: int, size: int) -> bytes | None:
+def _read(descriptor: int, size: int) -> bytes | None:
     """Returns bytes of a pipe, or None if there are none yet."""
     try:
         return os.read(descriptor, max(size, 1))

@@ -21,11 +21,14 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from flowrl.user_code.guard import KILL, WRITE_STACKS
 from flowrl.user_code.launcher import Launcher, environment_of
-from flowrl.user_code.process import OUTPUT_PER_CALL, ProcessPipes, describe_end, read_pipe
+from flowrl.user_code.process import OUTPUT_PER_CALL, ProcessPipes, describe_end
 
 _MAX_MESSAGE_BYTES = 1 << 23
 _STACKS_S = 2.0
 """Time for a process to report its end, or to write its stacks after a timeout, before it is killed."""
+
+_UNREAD_S = 0.01
+"""Time after the start of a call for which its output stays in the pipe. Most calls end earlier, so it is not read."""
 
 _MAX_START_FAILURES = 3
 """Processes in a row that ended before they were ready, or were killed while they loaded the same code."""
@@ -124,8 +127,8 @@ class Process(Generic[CallT, StateT]):
         self.loaded: set[str] = set()
         """Names of the code that it has loaded."""
         self.loading: str | None = None
-        self.load_deadline_s = self.kill_s = self.timer_s = math.inf
-        """Times at which the import is late, at which the process is killed, and at which `Work.on_timer` is called."""
+        self.load_deadline_s = self.kill_s = self.timer_s = self.output_s = math.inf
+        """Times at which the import is late, the process is killed, `Work.on_timer` is called, and output is read."""
         self.is_ready = self.is_retiring = False
         """`is_retiring`: gets no further calls, and ends after those in flight."""
         self.ending: tuple[End, str] | None = None
@@ -144,16 +147,15 @@ class Process(Generic[CallT, StateT]):
         first = next(iter(self.calls.values()), None)
         return self.load_deadline_s if first is None else min(self.load_deadline_s, first.deadline_s)
 
-    def allow_output(self) -> None:
-        """Resets the limit of the output of a call."""
-        self.pipes.allowance = OUTPUT_PER_CALL
-
     def reclaim_rows(self, num_sent: int) -> int:
         """Reclaims the sent rows that the process has not begun, and returns their number.
 
         Raises ValueError if there are more than `num_sent`, because the process has added some.
         """
-        num_rows = len(read_pipe(self.pipes.reclaimed_rows, num_sent + 1) or b"")
+        try:
+            num_rows = len(os.read(self.pipes.reclaimed_rows, num_sent + 1))
+        except BlockingIOError:
+            num_rows = 0
         if num_rows > num_sent:
             raise ValueError("rows that were not sent")
         return num_rows
@@ -353,7 +355,7 @@ class Supervisor(Generic[CallT, StateT]):
         for process in self.processes.values():
             times.append(process.kill_s)
             if process.ending is None:
-                times += (process.deadline_s, process.timer_s)
+                times += (process.deadline_s, process.timer_s, process.output_s if process.calls else math.inf)
         first_s = min(times)
         return None if math.isinf(first_s) else max(0.0, first_s - time.monotonic())
 
@@ -370,6 +372,10 @@ class Supervisor(Generic[CallT, StateT]):
             elif process.ending is None and now_s >= process.timer_s:
                 process.timer_s = math.inf
                 self._work.on_timer(process)
+            if process.ending is None and now_s >= process.output_s:
+                process.output_s = math.inf
+                if process.calls and self._key_of(process.pipes.output) is None:
+                    self._watch_output(process)
 
     def _end_probes(self) -> None:
         """Starts a process that reports the protections that it lacks, and ends the probes after its report."""
@@ -415,7 +421,7 @@ class Supervisor(Generic[CallT, StateT]):
             (process.pipes.guard, lambda _: self._on_guard(process)),
         ):
             self._selector.register(source, selectors.EVENT_READ, handler)
-        self.watch_output(process)
+        self._watch_output(process)  # of the import
         return process
 
     def load(self, process: Process[CallT, StateT], name: str, message: Mapping[str, Any]) -> None:
@@ -436,7 +442,7 @@ class Supervisor(Generic[CallT, StateT]):
 
         The process may also begin `num_further_rows` rows of the message. It ends if it has made that impossible.
         """
-        process.allow_output()
+        self.allow_output(process)
         process.pipes.printed.clear()
         if num_further_rows:
             try:
@@ -444,8 +450,13 @@ class Supervisor(Generic[CallT, StateT]):
             except BlockingIOError:
                 self.end_corrupt(process, ValueError("rows that were not sent"))
                 return
-        self.watch_output(process)
         self.send(process, payload)
+
+    def allow_output(self, process: Process[CallT, StateT]) -> None:
+        """Resets the limit of the output of a call."""
+        process.pipes.allowance = OUTPUT_PER_CALL
+        self._remove_unless(process.pipes.output, False)
+        process.output_s = min(process.output_s, time.monotonic() + _UNREAD_S)
 
     def end(self, process: Process[CallT, StateT], kind: End, text: str = "") -> None:
         """Ends a process, unless it is ending."""
@@ -457,14 +468,13 @@ class Supervisor(Generic[CallT, StateT]):
         """Ends a process that has written invalid data."""
         self.end(process, "corrupt", f"wrote invalid data to a descriptor of the {self._work.title} ({error})")
 
-    def watch_output(self, process: Process[CallT, StateT]) -> None:
+    def _watch_output(self, process: Process[CallT, StateT]) -> None:
         """Reads the output of a process until it has printed as much as it may."""
-        if self._key_of(process.pipes.output) is None:
-            self._selector.register(
-                process.pipes.output,
-                selectors.EVENT_READ,
-                lambda _: self._remove_unless(process.pipes.output, process.pipes.read_output()),
-            )
+        self._selector.register(
+            process.pipes.output,
+            selectors.EVENT_READ,
+            lambda _: self._remove_unless(process.pipes.output, process.pipes.read_output()),
+        )
 
     def _watch_writes(self, process: Process[CallT, StateT]) -> None:
         """Waits until the channel of a process can be written to if the process has unsent bytes."""
