@@ -20,7 +20,7 @@ from flowrl.environments.requests import (
     Step,
     parse_reply,
 )
-from flowrl.user_code.supervisor import End, Process, Supervisor, encode_json
+from flowrl.user_code.supervisor import End, Process, Supervisor, Work, encode_json
 
 _GRACE_S = 3.0
 """Time beyond the timeout in which a process itself ends a call, before the host ends the process."""
@@ -85,17 +85,15 @@ class _State:
 _Process = Process[_Call, _State]
 
 
-class EnvironmentHost:
+class EnvironmentHost(Work[_Call, _State]):
     """Runs episodes in processes that start with the first episode.
 
     A process that hangs or ends is replaced. Its episodes fail with `lost`, and the caller can start them again with
     the same id. An episode that ends several processes fails with the cause. `submit` can be called from any thread.
-    Replies are set by the host's thread, so callbacks of futures must be fast. The other public methods are those of
-    `Work`.
+    Replies are set by the host's thread, so callbacks of futures must be fast.
     """
 
     title, main_loop = "host of the environments", server.__name__
-    caller: str | None = None
 
     def __init__(self, spec: EnvironmentSpec, limits: EnvironmentLimits) -> None:
         if min(limits.workers, limits.threads) < 1:
@@ -105,16 +103,11 @@ class EnvironmentHost:
         self._spec, self._limits = spec, limits
         names = ("on_timeout", "timeout_message", "max_timeouts", "threads")
         settings = {name: getattr(limits, name) for name in names}
-        self._supervisor = Supervisor(self, [spec.name], limits, settings)
+        self.supervisor = Supervisor(self, [spec.name], limits, settings)
         self._episodes: dict[Hashable, _Episode] = {}
         self._losses: dict[Hashable, int] = {}
         self._alone: deque[_Call] = deque()
         """Episodes that wait for a process of their own."""
-
-    @property
-    def unavailable(self) -> tuple[str, ...]:
-        """Protections that the system does not offer (`isolate`). Known after the start of the first process."""
-        return self._supervisor.unavailable or ()
 
     def submit(self, request: Request, owner: Hashable = None) -> "Future[Reply]":
         """Returns the future reply to a request. Does not block.
@@ -132,26 +125,12 @@ class EnvironmentHost:
         except (TypeError, ValueError, RecursionError) as error:
             future.set_result(Reply(failure="invalid", message=f"environment {self._spec.name}: a column: {error}"))
             return future
-        self._supervisor.post(call)
+        self.supervisor.post(call)
         return future
-
-    def find_missing_protections(self) -> tuple[str, ...]:
-        """Returns the protections that the system does not offer. See `Supervisor.find_missing_protections`."""
-        return self._supervisor.find_missing_protections()
 
     def discard(self, owner: Hashable) -> None:
         """Closes the episodes of an owner that sends no further requests. Does not block."""
-        self._supervisor.post(_Discard(owner), starts=False)
-
-    def close(self) -> None:
-        """Ends all processes and the thread. Requests without a reply fail. Can be called again."""
-        self._supervisor.close()
-
-    def __enter__(self) -> "EnvironmentHost":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.supervisor.post(_Discard(owner), starts=False)
 
     # The work of the supervisor, in its thread.
 
@@ -172,22 +151,22 @@ class EnvironmentHost:
     def dispatch(self) -> None:
         """Loads the class in new processes, and sends the requests of this iteration, one message per process."""
         name = self._spec.name
-        if name in self._supervisor.errors:
-            self._reject(*self._supervisor.errors[name])
+        if name in self.supervisor.errors:
+            self._reject(*self.supervisor.errors[name])
             return
-        for process in list(self._supervisor.processes.values()):
+        for process in list(self.supervisor.processes.values()):
             state = process.state
             if process.is_retiring and not state.episodes and process.ending is None:
                 state.is_innocent = True
-                self._supervisor.end(process, "lost", "retired")
+                self.supervisor.end(process, "lost", "retired")
             elif process.is_ready and process.loading is None and not process.loaded and process.ending is None:
-                self._supervisor.load(process, name, {"options": dict(self._spec.options)})
+                self.supervisor.load(process, name, {"options": dict(self._spec.options)})
             elif process.loaded and state.unsent and process.ending is None:
                 payload = b'{"kind":"requests","items":[%b]}' % b",".join(state.unsent)
                 state.unsent = []
-                self._supervisor.call(process, payload)
+                self.supervisor.call(process, payload)
 
-    def handle(self, process: _Process, message: Mapping[str, Any]) -> None:  # Any: unchecked values of JSON
+    def on_message(self, process: _Process, message: Mapping[str, Any]) -> None:  # Any: unchecked values of JSON
         kind = message["kind"]
         if kind == "loaded":
             for call in process.calls.values():  # they are sent now
@@ -199,12 +178,12 @@ class EnvironmentHost:
             keys = {self._episodes[key].number: key for key in process.state.episodes}
             process.state.culprit = keys.get(message["episode"])
             where = f": it was in {message['location']}"
-            self._supervisor.end(process, "timeout", f"blocked the event loop of its process{where}")
+            self.supervisor.end(process, "timeout", f"blocked the event loop of its process{where}")
         elif kind == "retire":
             process.is_retiring = True
         elif kind == "exhausted":
             process.state.is_innocent = True
-            self._supervisor.end(process, "lost", "the threads of the process hang")
+            self.supervisor.end(process, "lost", "the threads of the process hang")
         else:
             raise ValueError("unexpected message")
 
@@ -220,17 +199,14 @@ class EnvironmentHost:
             self._end_episode(call.request.episode, process)
         _finish(call, reply)
 
-    def on_timer(self, process: _Process) -> None:
-        raise AssertionError("a host sets no timers")
-
     def describe(self, process: _Process) -> str:
         return f"environment {self._spec.name}"
 
     def on_end(self, process: _Process, kind: End, text: str) -> None:
         """Fails the episodes of an ended process: the one that has caused the end with the cause, others as lost."""
-        if self._spec.name in self._supervisor.errors:  # `dispatch` fails the calls of other processes
+        if self._spec.name in self.supervisor.errors:  # `dispatch` fails the calls of other processes
             for call in process.calls.values():
-                _fail(call, *self._supervisor.errors[self._spec.name])
+                _fail(call, *self.supervisor.errors[self._spec.name])
         else:
             self._lose_episodes(process, kind, text)
             self._start_alone()
@@ -268,8 +244,8 @@ class EnvironmentHost:
     def _reset(self, call: _Call) -> None:
         """Gives an episode to a process."""
         key = call.request.episode
-        if self._spec.name in self._supervisor.errors:
-            _fail(call, *self._supervisor.errors[self._spec.name])
+        if self._spec.name in self.supervisor.errors:
+            _fail(call, *self.supervisor.errors[self._spec.name])
         elif self._losses.get(key, 0) >= _MAX_LOSSES:
             self._alone.append(call)
             self._start_alone()
@@ -278,19 +254,19 @@ class EnvironmentHost:
 
     def _choose_process(self) -> _Process | None:
         """Returns the process with the fewest episodes, after starting another if some are missing."""
-        processes = self._supervisor.processes.values()
+        processes = self.supervisor.processes.values()
         usable = [p for p in processes if not (p.state.is_alone or p.is_retiring or p.ending)]
         if len(usable) < self._limits.workers and all(process.state.episodes for process in usable):
-            started = self._supervisor.start_process()
+            started = self.supervisor.start_process()
             usable += [started] if started is not None else []
         return min(usable, key=lambda process: len(process.state.episodes), default=None)
 
     def _start_alone(self) -> None:
         """Starts the next episode that must run alone, if the process for such episodes is free."""
-        alone = [process for process in self._supervisor.processes.values() if process.state.is_alone]
+        alone = [process for process in self.supervisor.processes.values() if process.state.is_alone]
         if not self._alone or any(process.state.episodes or process.ending for process in alone):
             return
-        process = alone[0] if alone else self._supervisor.start_process()
+        process = alone[0] if alone else self.supervisor.start_process()
         if process is not None:
             process.state.is_alone = True
         self._place(self._alone.popleft(), process)
@@ -300,7 +276,7 @@ class EnvironmentHost:
             _fail(call, "lost", "no process of environments could start")
             return
         key = call.request.episode
-        self._episodes[key] = _Episode(next(self._supervisor.numbers), process, call.owner)
+        self._episodes[key] = _Episode(next(self.supervisor.numbers), process, call.owner)
         process.state.episodes.add(key)
         self._call(call, self._episodes[key])
 
@@ -333,7 +309,7 @@ class EnvironmentHost:
         episode = self._episodes.pop(key, None)
         if episode is not None and not episode.lost:
             _fail_calls(key, episode.process, message)
-            episode.process.state.unsent.append(_encode(next(self._supervisor.numbers), episode.number, b"close"))
+            episode.process.state.unsent.append(_encode(next(self.supervisor.numbers), episode.number, b"close"))
             self._end_episode(key, episode.process)
 
     def _discard_all(self, owner: Hashable) -> None:
@@ -351,7 +327,7 @@ class EnvironmentHost:
             self._start_alone()
 
     def _call(self, call: _Call, episode: _Episode) -> None:
-        number, process = next(self._supervisor.numbers), episode.process
+        number, process = next(self.supervisor.numbers), episode.process
         if process.loaded:
             call.deadline_s = self._call_deadline_s()
         process.calls[number] = call
@@ -363,11 +339,11 @@ class EnvironmentHost:
 
     def _reject(self, kind: Failure, message: str) -> None:
         """Fails all episodes, because the class cannot be imported."""
-        for process in list(self._supervisor.processes.values()):
+        for process in list(self.supervisor.processes.values()):
             for call in process.calls.values():
                 _fail(call, kind, message)
             process.calls.clear()
-            self._supervisor.end(process, "not_loaded", message)
+            self.supervisor.end(process, "not_loaded", message)
         while self._alone:
             _fail(self._alone.popleft(), kind, message)
         self._episodes.clear()

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from flowrl.environments.base import ChatMessage, ModelResponse, Observation, Row
 from flowrl.rewards.reward_function import MAX_SCORE, show_value
-from flowrl.user_code.supervisor import ProcessLimits, encode_json
+from flowrl.user_code.process import ProcessLimits
+from flowrl.user_code.supervisor import encode_json
 
 Failure = Literal[
     "raised", "invalid", "output", "memory", "timeout", "exited", "killed", "corrupt", "not_loaded", "closed", "lost"

@@ -21,7 +21,8 @@ from flowrl.rewards.reward_function import (
     Outcome,
     RewardError,
 )
-from flowrl.user_code.supervisor import End, Process, ProcessLimits, Supervisor, encode_json
+from flowrl.user_code.process import ProcessLimits
+from flowrl.user_code.supervisor import End, Process, Supervisor, Work, encode_json
 
 _ASYNC_GRACE_S = 1.0
 """Time beyond the timeout of async calls, in which the process itself ends a call, before the pool ends the process."""
@@ -112,15 +113,14 @@ class _State:
 _Process = Process[_Call, _State]
 
 
-class ScoringPool:
+class ScoringPool(Work[_Call, _State]):
     """Scores rows with reward functions, in processes that start with `start`, or when rows are submitted.
 
     A process whose call hangs, ends or is killed is replaced. `submit` can be called from any thread. The results are
-    set by the pool's thread, so callbacks of futures must be fast. The other public methods are those of `Work`.
+    set by the pool's thread, so callbacks of futures must be fast.
     """
 
-    title, main_loop = "pool of reward functions", scorer.__name__
-    caller: str | None = scorer.__file__
+    title, main_loop, caller = "pool of reward functions", scorer.__name__, scorer.__file__
 
     def __init__(self, functions: Sequence[FunctionSpec], limits: PoolLimits) -> None:
         self._limits = limits
@@ -130,7 +130,7 @@ class ScoringPool:
         sizes = [1 if spec.batch_size is None else spec.batch_size for spec in functions]
         if min(limits.workers, limits.max_concurrent, *sizes) < 1:
             raise ValueError("workers, max_concurrent and batch_size must be at least 1")
-        self._supervisor = Supervisor(self, list(self._functions), limits, {})
+        self.supervisor = Supervisor(self, list(self._functions), limits, {})
         self._warm_ups: list[threading.Event] = []
         """Calls of `start` whose processes are not ready."""
         self._order = itertools.count()
@@ -140,17 +140,12 @@ class ScoringPool:
         self._latest_s = math.inf
         """Latest time to set the outcomes."""
 
-    @property
-    def unavailable(self) -> tuple[str, ...]:
-        """Protections that the system does not offer (`isolate`). Known after the start of the first process."""
-        return self._supervisor.unavailable or ()
-
     def submit(self, name: str, row: Mapping[str, Any]) -> "Future[Outcome]":
         """Returns the future outcome of a row. `row` has the columns of the row, of which the function receives those
         that it accepts. Does not block.
         """
         future: Future[Outcome] = Future()
-        self._supervisor.post(_Row(self._functions[name], row, future))
+        self.supervisor.post(_Row(self._functions[name], row, future))
         return future
 
     def start(self) -> threading.Event:
@@ -159,22 +154,8 @@ class ScoringPool:
         The result is set when that is done or has failed.
         """
         warm_up = _WarmUp()
-        self._supervisor.post(warm_up)
+        self.supervisor.post(warm_up)
         return warm_up.done
-
-    def find_missing_protections(self) -> tuple[str, ...]:
-        """Returns the protections that the system does not offer. See `Supervisor.find_missing_protections`."""
-        return self._supervisor.find_missing_protections()
-
-    def close(self) -> None:
-        """Ends all processes and the thread. Rows without an outcome fail. Can be called again."""
-        self._supervisor.close()
-
-    def __enter__(self) -> "ScoringPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # The work of the supervisor, in its thread.
 
@@ -201,7 +182,7 @@ class ScoringPool:
             self._add(row, Outcome(None, "closed", "the pool of reward functions was closed"))
         self._set_outcomes()
 
-    def handle(self, process: _Process, message: Mapping[str, Any]) -> None:  # Any: unchecked values of JSON
+    def on_message(self, process: _Process, message: Mapping[str, Any]) -> None:  # Any: unchecked values of JSON
         kind = message["kind"]
         if kind == "loaded":
             function = self._functions[message["name"]]
@@ -214,7 +195,7 @@ class ScoringPool:
         else:
             raise ValueError("unexpected message")
         if process.is_retiring and not process.calls:
-            self._supervisor.end(process, "closed")
+            self.supervisor.end(process, "closed")
 
     def _handle_result(self, process: _Process, message: Mapping[str, Any]) -> None:
         call = process.calls[message["id"]]
@@ -253,7 +234,7 @@ class ScoringPool:
         row = call.rows.pop(0)
         if continues:
             call.start_s, call.deadline_s = now_s, call.deadline_s + seconds
-            self._supervisor.allow_output(process)
+            self.supervisor.allow_output(process)
         else:
             del process.calls[message["id"]]
             if call.rows:
@@ -272,7 +253,7 @@ class ScoringPool:
         try:
             num_begun = max(1, len(call.rows) - process.reclaim_rows(len(call.rows) - 1))
         except ValueError as error:
-            self._supervisor.end_corrupt(process, error)
+            self.supervisor.end_corrupt(process, error)
             return
         rows, call.rows = call.rows[num_begun:], call.rows[:num_begun]
         call.rows[0].function.rows_per_message = 1
@@ -339,7 +320,7 @@ class ScoringPool:
 
     def dispatch(self) -> None:
         """Gives waiting rows to processes, oldest rows first, and starts processes that they need. Sets outcomes."""
-        processes, errors = self._supervisor.processes, self._supervisor.errors
+        processes, errors = self.supervisor.processes, self.supervisor.errors
         for name, (kind, message) in errors.items():
             queue = self._functions[name].queue
             while queue:
@@ -356,11 +337,11 @@ class ScoringPool:
         alive = [p for p in processes.values() if p.ending is None and not p.is_retiring]
         num_coming = sum(not p.is_ready or p.loading is not None for p in alive)
         for _ in range(min(demand - num_coming, self._limits.workers - len(alive))):
-            if self._supervisor.start_process() is None:
+            if self.supervisor.start_process() is None:
                 break
         if demand and alive and all(map(_is_idle, alive)) and len(alive) >= self._limits.workers:
             # Each waiting row has failed in the only process, so it needs another one.
-            self._supervisor.end(alive[0], "closed")
+            self.supervisor.end(alive[0], "closed")
         now_s = time.monotonic()
         if now_s >= self._latest_s or not any(self._has_more_results(p, now_s) for p in processes.values()):
             self._set_outcomes()
@@ -372,9 +353,9 @@ class ScoringPool:
 
     def _continue_warm_up(self) -> None:
         """Starts processes and imports until each process has all functions."""
-        names = [name for name in self._functions if name not in self._supervisor.errors]
-        processes = self._supervisor.processes
-        while names and len(processes) < self._limits.workers and self._supervisor.start_process() is not None:
+        names = [name for name in self._functions if name not in self.supervisor.errors]
+        processes = self.supervisor.processes
+        while names and len(processes) < self._limits.workers and self.supervisor.start_process() is not None:
             pass
         alive = list(processes.values()) if names else []
         for process in alive:
@@ -388,7 +369,7 @@ class ScoringPool:
 
     def _dispatch_one(self, function: _Function) -> bool:
         """Sends one call, or starts one import. Returns False if no process can take a row of the function."""
-        name, processes = function.spec.name, self._supervisor.processes.values()
+        name, processes = function.spec.name, self.supervisor.processes.values()
         idle = [process for process in processes if _is_idle(process)]
         with_function = [process for process in idle if name in process.loaded]
         if function.is_async:
@@ -439,7 +420,7 @@ class ScoringPool:
         spec = function.spec
         message = {"function": spec.function, "options": dict(spec.options)}
         message |= {"is_batched": spec.batch_size is not None, "function_kind": spec.kind}
-        self._supervisor.load(process, spec.name, message)
+        self.supervisor.load(process, spec.name, message)
 
     def _call(self, process: _Process, function: _Function, rows: Sequence[_Row]) -> None:
         """Sends rows to a process. Rows with a column that has no JSON fail."""
@@ -453,12 +434,12 @@ class ScoringPool:
         if not process.calls:
             process.state.session_start_s, process.state.is_async = start_s, function.is_async
         process.state.is_exclusive = sent[0].is_alone
-        number = next(self._supervisor.numbers)
+        number = next(self.supervisor.numbers)
         process.calls[number] = _Call(sent, start_s, start_s + timeout_s + grace_s, len(sent))
         body = b",".join(text for _, text in encoded if text is not None)
         head = encode_json({"kind": "call", "id": number, "name": function.spec.name})
         payload = b'%b,"rows":[%b]}' % (head[:-1], body)
-        self._supervisor.call(process, payload, len(sent) - 1 if function.is_sequential else 0)
+        self.supervisor.call(process, payload, len(sent) - 1 if function.is_sequential else 0)
         if function.is_sequential and not process.state.is_exclusive:
             process.timer_s = time.monotonic() + _MESSAGE_S  # rows take time to encode and to write
 

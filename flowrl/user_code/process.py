@@ -1,4 +1,4 @@
-"""The sockets and pipes of one process of user code, and the description of its end."""
+"""One process of user code: its limits, its sockets and pipes, and the description of its end."""
 
 import contextlib
 import json
@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowrl.data.folders.private_folder import remove_tree
@@ -20,6 +21,27 @@ _OUTPUT_KEPT = 2000
 """Bytes of the last output that an error message contains."""
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """Limits of the processes of a supervisor."""
+
+    workers: int = 1
+    """Number of processes."""
+
+    timeout_s: float | None = 60.0
+    """Time of a call. None: no limit."""
+
+    memory_mb: float | None = None
+    """Address space of each process in MB (10^6 bytes). A thread needs 8 MiB."""
+
+    allow_network: bool = False
+    load_timeout_s: float | None = 120.0
+    """Time to import a function or a class."""
+
+    environment: tuple[str, ...] = ()
+    """Names of further environment variables that the processes receive."""
 
 
 class ProcessPipes:

@@ -16,12 +16,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from flowrl.user_code.guard import KILL, WRITE_STACKS
 from flowrl.user_code.launcher import Launcher, environment_of
-from flowrl.user_code.process import OUTPUT_PER_CALL, ProcessPipes, describe_end
+from flowrl.user_code.process import OUTPUT_PER_CALL, ProcessLimits, ProcessPipes, describe_end
 
 _MAX_MESSAGE_BYTES = 1 << 23
 _STACKS_S = 2.0
@@ -35,27 +34,6 @@ _MAX_START_FAILURES = 3
 
 End = Literal["exited", "killed", "timeout", "corrupt", "not_loaded", "closed", "lost"]
 """Kind of the end of a process: by itself, by a signal, or by the supervisor for one of the other reasons."""
-
-
-@dataclass(frozen=True)
-class ProcessLimits:
-    """Limits of the processes of a supervisor."""
-
-    workers: int = 1
-    """Number of processes."""
-
-    timeout_s: float | None = 60.0
-    """Time of a call. None: no limit."""
-
-    memory_mb: float | None = None
-    """Address space of each process in MB (10^6 bytes). A thread needs 8 MiB."""
-
-    allow_network: bool = False
-    load_timeout_s: float | None = 120.0
-    """Time to import a function or a class."""
-
-    environment: tuple[str, ...] = ()
-    """Names of further environment variables that the processes receive."""
 
 
 class FrameError(ValueError):
@@ -187,7 +165,10 @@ class Process(Generic[CallT, StateT]):
 
 
 class Work(Protocol[CallT, StateT]):
-    """The calls of a supervisor's processes. Only the thread of the supervisor calls its methods."""
+    """The calls of a supervisor's processes, which a class inherits. Leaving its context ends the processes.
+
+    Methods that begin with `on_`, `accept`, `dispatch` and `fail_all` run in the thread of the supervisor.
+    """
 
     title: str
     """Name for messages, such as `pool of reward functions`."""
@@ -195,8 +176,32 @@ class Work(Protocol[CallT, StateT]):
     main_loop: str
     """Module whose function `serve` is the main loop of the processes."""
 
-    caller: str | None
+    caller: str | None = None
     """File of the functions that call user code. Messages about a timeout name the line below it. None: no line."""
+
+    supervisor: "Supervisor[CallT, StateT]"
+
+    @property
+    def unavailable(self) -> tuple[str, ...]:
+        """Protections that the system does not offer (`isolate`). Known after the start of the first process."""
+        return self.supervisor.unavailable or ()
+
+    def find_missing_protections(self) -> tuple[str, ...]:
+        """Returns the protections that the system does not offer (`isolate`). Starts a process if none has started, and
+        blocks until it is ready. Returns an empty tuple if no process can start.
+        """
+        self.supervisor.wait_for_process()
+        return self.unavailable
+
+    def close(self) -> None:
+        """Ends all processes and the thread. Calls without a result fail. Can be called again."""
+        self.supervisor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def make_state(self) -> StateT:
         """Returns the state of a new process."""
@@ -210,13 +215,12 @@ class Work(Protocol[CallT, StateT]):
         """Loads code and sends calls. Is called after each event."""
         ...
 
-    def handle(self, process: Process[CallT, StateT], message: Mapping[str, Any]) -> None:  # Any: unchecked JSON
+    def on_message(self, process: Process[CallT, StateT], message: Mapping[str, Any]) -> None:  # Any: unchecked JSON
         """Handles a message. Raises LookupError, TypeError or ValueError if it is not valid."""
         ...
 
     def on_timer(self, process: Process[CallT, StateT]) -> None:
         """Is called once `timer_s` of the process has passed."""
-        ...
 
     def on_end(self, process: Process[CallT, StateT], kind: End, text: str) -> None:
         """Takes the calls in flight of an ended process. `text` describes the end."""
@@ -251,7 +255,7 @@ class Supervisor(Generic[CallT, StateT]):
         self._lock = threading.Lock()
         self._inbox: deque[Any] = deque()
         self._probes: list[threading.Event] = []
-        """Calls of `find_missing_protections` that wait for a process."""
+        """Calls of `wait_for_process`."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
@@ -291,14 +295,11 @@ class Supervisor(Generic[CallT, StateT]):
                 self._inbox.append(item)
             self._notify()
 
-    def find_missing_protections(self) -> tuple[str, ...]:
-        """Returns the protections that the system does not offer (`isolate`). Starts a process if none has started, and
-        blocks until it is ready. Returns an empty tuple if no process can start.
-        """
+    def wait_for_process(self) -> None:
+        """Starts a process if none has started, and blocks until one is ready, or none can start."""
         done = threading.Event()
         self.post(done)
         done.wait()
-        return self.unavailable or ()
 
     def close(self) -> None:
         """Ends all processes and the thread. Can be called again."""
@@ -541,12 +542,12 @@ class Supervisor(Generic[CallT, StateT]):
             if kind == "not_loaded":
                 self.errors.setdefault(name, ("not_loaded", str(message["message"])))
             else:
-                self._work.handle(process, message)
+                self._work.on_message(process, message)
                 process.loaded.add(name)
                 self._failures[name] = 0
             process.loading, process.load_deadline_s = None, math.inf
         else:
-            self._work.handle(process, message)
+            self._work.on_message(process, message)
 
     def _on_guard(self, process: Process[CallT, StateT]) -> None:
         """Handles the end of a process. Results that it has sent before are valid."""
