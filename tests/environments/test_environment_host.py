@@ -289,6 +289,21 @@ def test_a_class_that_cannot_be_created_fails_the_episode(name: str, failure: st
         assert ask(host, Reset(0, {})).failure == failure
 
 
+@pytest.mark.usefixtures("mark")
+def test_an_import_that_is_killed_once_costs_no_episode(tmp_path: Path) -> None:
+    """A program outside may have killed the process. The episode is lost, and starts again."""
+    code = (
+        "import os, pathlib\n"
+        f"file = pathlib.Path({str(tmp_path / 'killed')!r})\n"
+        "if not file.exists():\n    file.touch()\n    os.kill(os.getpid(), 9)\n"
+        f"from {FOLDER} import Game as make\n"
+    )
+    (tmp_path / "module.py").write_text(code)
+    with make_host(f"{tmp_path}/module.py:make") as host:
+        played = play(host, 0, "")
+    assert (played.failure, played.num_starts) == (None, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(

@@ -235,6 +235,25 @@ def test_a_function_that_cannot_be_loaded_fails_its_rows_with_one_message(
     assert str(tmp_path / "broken.py") in message or "broken" in message
 
 
+@pytest.mark.parametrize(("num_kills", "failure"), [(2, None), (3, "not_loaded")])
+def test_an_import_that_is_killed_is_repeated_twice(
+    mark: str, tmp_path: Path, num_kills: int, failure: str | None
+) -> None:
+    """A program outside may have killed the process."""
+    source = (
+        "import os, pathlib\n"
+        f"file = pathlib.Path({str(tmp_path / 'imports')!r})\n"
+        "file.open('a').write('x')\n"
+        f"if len(file.read_text()) <= {num_kills}:\n    os.kill(os.getpid(), 9)\n"
+        "def score(response):\n    return 1\n"
+    )
+    (tmp_path / "killed.py").write_text(source)
+    with make_pool(FunctionSpec("killed", f"{tmp_path / 'killed.py'}:score"), workers=1) as pool:
+        outcomes = [pool.submit("killed", {"response": ""}).result(timeout=200) for _ in range(2)]
+    assert [outcome.failure for outcome in outcomes] == [failure] * 2
+    assert len((tmp_path / "imports").read_text()) == 3
+
+
 @pytest.mark.slow
 def test_an_import_that_hangs_fails_at_its_deadline(mark: str) -> None:
     spec = FunctionSpec("slow", f"{FOLDER}.slow_import:score")
