@@ -57,6 +57,8 @@ class Episode:
     """Columns of the row, for the environment and the reward."""
     response: Response | None = None
     """Last segment; None until the response is complete."""
+    texts: tuple[str, str] | None = None
+    """Response and tagged response that the reward has received; None without a reward."""
     scores: RowScores | None = None
     """Result of the reward or the environment; None until it has arrived."""
     dialog: Dialog | None = None
@@ -164,6 +166,8 @@ class Episodes:
         texts = self._tokenizer.decode_responses(ids)
         prompts = [episode.request.token_ids for episode in episodes]
         tagged = self._tokenizer.decode_tags(prompts, ids, texts)
+        for episode, both in zip(episodes, zip(texts, tagged, strict=True), strict=True):
+            episode.texts = both
         return [
             {
                 **episode.columns,
@@ -403,7 +407,12 @@ def episodes_to_tensordict(
     scores = score_columns([episode.scores for episode in episodes], names)
     prompts = [episode.request.token_ids for episode in episodes]
     segments = {SEGMENTS: describe_segments(episodes, tokenizer)} if with_segments else {}
-    table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
+    decoded = [episode.texts for episode in episodes if episode.texts is not None]
+    if len(decoded) < len(episodes):
+        ids = stacked.token_lists()
+        texts = tokenizer.decode_responses(ids)
+        decoded = list(zip(texts, tokenizer.decode_tags(prompts, ids, texts), strict=True))
+    table = responses_to_tensordict(prompts, stacked, decoded, **scores, **segments, **columns)
     rows, tokens = dict(table["rows"].items()), dict(table["tokens"].items())
     if no_routes is not None:
         tokens[ROUTES] = _stack_routes(responses, lengths(table).tolist(), no_routes)
@@ -426,9 +435,9 @@ def _stack_routes(responses: Sequence[Response], num_tokens: Sequence[int], no_r
 
 
 def responses_to_tensordict(
-    prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: Any
+    prompts: Sequence[Sequence[int]], responses: Responses, texts: Sequence[tuple[str, str]], **columns: Any
 ) -> TensorDict:
-    """Combines prompts, responses and additional row columns into a TensorDict.
+    """Combines prompts, responses with their texts and tagged texts, and additional row columns into a TensorDict.
 
     `response_mask` is true for tokens that the policy sampled, and false for those of the prompt and an environment.
     """
@@ -448,12 +457,9 @@ def responses_to_tensordict(
             in_response_T, responses.versions
         ),
     }
-    ids = responses.token_lists()
-    texts = tokenizer.decode_responses(ids)
-    tagged = tokenizer.decode_tags(prompts, ids, texts)
     rows = {
         "truncated": responses.truncated,
-        "response": texts,
-        "tagged_response": [None if a == b else b for a, b in zip(texts, tagged, strict=True)],
+        "response": [text for text, _ in texts],
+        "tagged_response": [None if text == tagged else tagged for text, tagged in texts],
     }
     return make_tensordict({**rows, **columns}, tokens, lengths_B)
