@@ -35,13 +35,13 @@ _VARIABLES = re.compile(
     r"CONDA_PREFIX|LD_LIBRARY_PATH|XDG_\w+|(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|TOKENIZERS_PARALLELISM|NLTK_DATA|"
     r"HF_(HOME|HUB_CACHE|DATASETS_CACHE|HUB_OFFLINE|DATASETS_OFFLINE)|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE"
 )
-"""Variables of the environment that a reward function receives. Others, such as tokens and passwords, are removed."""
+"""Variables of the environment that user code receives. Others, such as tokens and passwords, are removed."""
 
 _PROXIES = re.compile(r"(HTTPS?|ALL|NO)_PROXY", re.IGNORECASE)
 
 
 def environment_of(variables: Mapping[str, str], *, allow_network: bool, also: tuple[str, ...] = ()) -> dict[str, str]:
-    """Returns the variables that a process of reward functions receives. `also` are names of further variables."""
+    """Returns the variables that a process of user code receives. `also` are names of further variables."""
     passed = {
         name: value
         for name, value in variables.items()

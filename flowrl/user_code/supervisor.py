@@ -165,9 +165,9 @@ class Process(Generic[CallT, StateT]):
 
 
 class Work(Protocol[CallT, StateT]):
-    """The calls of a supervisor's processes, which a class inherits. Leaving its context ends the processes.
+    """The calls that the processes of a supervisor execute. A class inherits it, and creates its supervisor.
 
-    Methods that begin with `on_`, `accept`, `dispatch` and `fail_all` run in the thread of the supervisor.
+    Leaving the context of the work ends the processes. The methods below `__exit__` run in the supervisor's thread.
     """
 
     title: str
