@@ -236,18 +236,13 @@ def test_a_function_that_cannot_be_loaded_fails_its_rows_with_one_message(
 
 
 @pytest.mark.parametrize(("num_kills", "failure"), [(2, None), (3, "not_loaded")])
-def test_an_import_that_is_killed_is_repeated_twice(
-    mark: str, tmp_path: Path, num_kills: int, failure: str | None
-) -> None:
+def test_an_import_that_is_killed_is_repeated_twice(mark: str, tmp_path: Path, num_kills: int, failure: str) -> None:
     """A program outside may have killed the process."""
-    source = (
-        "import os, pathlib\n"
-        f"file = pathlib.Path({str(tmp_path / 'imports')!r})\n"
-        "file.open('a').write('x')\n"
+    (tmp_path / "killed.py").write_text(
+        f"import os, pathlib\nfile = pathlib.Path({str(tmp_path / 'imports')!r})\nfile.open('a').write('x')\n"
         f"if len(file.read_text()) <= {num_kills}:\n    os.kill(os.getpid(), 9)\n"
         "def score(response):\n    return 1\n"
     )
-    (tmp_path / "killed.py").write_text(source)
     with make_pool(FunctionSpec("killed", f"{tmp_path / 'killed.py'}:score"), workers=1) as pool:
         outcomes = [pool.submit("killed", {"response": ""}).result(timeout=200) for _ in range(2)]
     assert [outcome.failure for outcome in outcomes] == [failure] * 2
