@@ -24,7 +24,7 @@ LAYERS = (
     ("flowrl.checkpoints", "flowrl.memory", "flowrl.workers"),
     ("flowrl.environments",),
     ("flowrl.controller", "flowrl.engines", "flowrl.rewards", "flowrl.health"),
-    ("flowrl.algorithms",),
+    ("flowrl.algorithms", "flowrl.user_code"),
     ("flowrl.data", "flowrl.devices"),
     ("flowrl.config",),
 )

@@ -39,6 +39,12 @@ RENAMED_KEYS = {
 }
 """Maps a removed key to its new key. The error for a removed key names the new key."""
 
+REMOVED_KEYS = {
+    "rollout.environment": "write a class with the methods reset, step and close, and set environment.name "
+    "(docs/environments.md)",
+}
+"""Maps a removed key to its replacement."""
+
 _MINIBATCH_OF_COLOSSAL = "minibatch_size: train_batch_size * accumulation_steps * processes / tp"
 _BATCH_OF_COLOSSAL = "batch_size: num_collect_steps * experience_batch_size * processes / tp"
 
@@ -263,6 +269,8 @@ def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
     name, word, group = dotted(key), str(key[-1]), dotted(key[:-1])
     if name in RENAMED_KEYS and RENAMED_KEYS[name] in setting_paths(cls):
         return f"{name} was renamed: set {RENAMED_KEYS[name]}"
+    if name in REMOVED_KEYS:
+        return f"{name} was removed: {REMOVED_KEYS[name]}"
     classes = walk(loc[:-1], cls, source.values)[1]
     members = select_members(walk(key[:-1], cls)[1])
     is_group = any(path.startswith(f"{group}.") for path in setting_paths(cls))

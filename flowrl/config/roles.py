@@ -20,7 +20,6 @@ from flowrl.config.base import (
     Config,
     Dependency,
     FilePath,
-    ImportName,
     KlKind,
     Options,
     TokenIds,
@@ -379,12 +378,6 @@ class RolloutConfig(RoleConfig):
 
     transfer: TransferConfig = TransferConfig()
     """Weight sync settings."""
-
-    environment: ImportName | None = None
-    """User function `module:function`, which is called after each stop token. It returns the next segment of the
-    response, such as the output of a tool, or None to end the response (docs/rollout.md). Null: every response ends at
-    its first stop token.
-    """
 
     max_response_tokens: PositiveInt
     """Maximum response length including stop tokens and the tokens of an environment. A longer response is truncated

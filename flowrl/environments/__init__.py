@@ -1,9 +1,7 @@
 """Environments: in each turn of an episode, the policy responds and the environment returns an observation.
 
 base.py has the protocol of an environment. `EnvironmentHost` (environment_host.py) runs environments in separate
-processes (server.py). tool_environment.py, reward_environment.py and the adapters are environments. An environment
-function (`rollout.environment`, environment_function.py) runs in the rollout's process and returns the next segment of
-a response.
+processes (server.py). tool_environment.py, reward_environment.py and the adapters are environments.
 
-May import only `flowrl.config` and `flowrl.rewards`, and loads no torch.
+Loads no torch. May import only `flowrl.config`, `flowrl.rewards` and `flowrl.user_code`.
 """

@@ -6,7 +6,8 @@ from typing import Any
 
 from flowrl.environments.base import ChatMessage, ModelResponse, Observation, Row, conversation_of
 from flowrl.environments.user_calls import call_user
-from flowrl.rewards.reward_function import accepted_columns, check_score, load_reward_function
+from flowrl.rewards.reward_function import accepted_columns, load_reward_function
+from flowrl.rewards.scorer import check_score
 
 
 class RewardEnvironment:

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextvars
-import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,7 +16,7 @@ from weakref import WeakKeyDictionary
 from flowrl.config import UserError, import_function
 from flowrl.config.user_errors import convert_errors
 from flowrl.environments.base import ModelResponse
-from flowrl.environments.reply_values import InvalidValueError, check_observation, check_start, encode_body
+from flowrl.environments.requests import InvalidValueError, check_observation, check_start, encode_body
 from flowrl.environments.user_calls import (
     CountedOutput,
     OutputLimitError,
@@ -28,11 +26,9 @@ from flowrl.environments.user_calls import (
     num_hanging,
     start_threads,
 )
-from flowrl.rewards.processes.frames import FrameReader, encode_frame, make_frame
-from flowrl.rewards.processes.scorer import STACK_SIGNAL, ProcessContext
 from flowrl.rewards.reward_function import is_async
+from flowrl.user_code.guard import ProcessContext
 
-_MAX_REQUEST_BYTES = 1 << 30
 _MAX_BATCH_BYTES = 1 << 22
 _MAX_MESSAGE = 4000
 """Characters of an error message that is sent."""
@@ -73,11 +69,9 @@ class _TimedOut(Exception):
 class EnvironmentServer:
     """Runs the episodes of a process."""
 
-    def __init__(self, channel: socket.socket, settings: Mapping[str, Any]) -> None:
-        self._channel = channel
-        self._settings = settings
-        self._timeout_s: float = settings["timeout_s"] or _NO_TIMEOUT_S
-        self._reader = FrameReader(_MAX_REQUEST_BYTES)
+    def __init__(self, context: ProcessContext) -> None:
+        self._context, self._settings = context, context.settings
+        self._timeout_s: float = context.settings["timeout_s"] or _NO_TIMEOUT_S
         self._episodes: dict[int, _Episode] = {}
         self._late: set[asyncio.Task[Any]] = set()
         self._replies: list[bytes] = []
@@ -93,12 +87,7 @@ class EnvironmentServer:
 
     def load(self) -> None:
         """Reads the first message and imports the class."""
-        message = None
-        while message is None:
-            data = self._channel.recv(1 << 16)
-            if not data:
-                os._exit(0)
-            message = next(self._reader.feed(data), None)
+        message = json.loads(self._context.channel.recv_bytes())
         self._name, self._options = message["name"], message["options"]
 
         def describe(error: BaseException) -> UserError:
@@ -108,17 +97,16 @@ class EnvironmentServer:
             with convert_errors(describe, kinds=BaseException, keep=UserError):
                 self._factory = import_function(self._name)
         except UserError as error:
-            self._send({"kind": "not_loaded", "message": str(error)[:_MAX_MESSAGE]})
+            self._send({"kind": "not_loaded", "name": self._name, "message": str(error)[:_MAX_MESSAGE]})
         else:
-            self._send({"kind": "loaded"})
+            self._send({"kind": "loaded", "name": self._name})
 
     async def run(self) -> None:
         """Handles requests until the host closes the socket."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._make_task)
         start_threads(self._settings["threads"])
-        loop.add_reader(self._channel.fileno(), self._read)
-        self._handle(b"")  # requests that arrived together with the first message
+        loop.add_reader(self._context.channel.fileno(), self._read)
         if self._timeout_s < _NO_TIMEOUT_S:
             threading.Thread(target=self._watch_loop, args=(loop,), daemon=True).start()
         while True:
@@ -146,15 +134,12 @@ class EnvironmentServer:
             return
 
     def _read(self) -> None:
-        data = self._channel.recv(1 << 18)
-        if not data:
+        try:
+            message = json.loads(self._context.channel.recv_bytes())
+        except EOFError:
             os._exit(0)
-        self._handle(data)
-
-    def _handle(self, data: bytes) -> None:
-        for message in self._reader.feed(data):
-            for item in message["items"]:
-                self._start(item)
+        for item in message["items"]:
+            self._start(item)
 
     def _start(self, item: Mapping[str, Any]) -> None:
         number = item["episode"]
@@ -304,31 +289,29 @@ class EnvironmentServer:
     def _flush(self) -> None:
         self._has_flush = False
         if self._replies:
-            frame = make_frame(b'{"kind":"replies","items":[%b]}' % b",".join(self._replies))
+            payload = b'{"kind":"replies","items":[%b]}' % b",".join(self._replies)
             self._replies, self._num_bytes = [], 0
-            self._write(frame)
+            self._write(payload)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        self._write(encode_frame(message))
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._write(json.dumps(message).encode())
 
-    def _write(self, frame: bytes) -> None:
+    def _write(self, payload: bytes) -> None:
         if os.getpid() != self._process_id:  # a child that an environment forked returned instead of exiting
             os._exit(0)
         try:
             with self._send_lock:
-                self._channel.sendall(frame)
+                self._context.channel.send_bytes(payload)
         except OSError:  # an environment has closed the descriptor
             os._exit(1)
 
 
 def serve(context: ProcessContext) -> NoReturn:
     """Runs the main loop of the process."""
-    faulthandler.register(STACK_SIGNAL, file=context.stacks, all_threads=True)
     for number in (signal.SIGINT, signal.SIGALRM):  # of a timer that an environment has left running
         signal.signal(number, signal.SIG_IGN)
     sys.stdout, sys.stderr = CountedOutput(sys.stdout), CountedOutput(sys.stderr)  # type: ignore[assignment]
-    context.channel.sendall(encode_frame({"kind": "ready", "unavailable": list(context.unavailable)}))
-    server = EnvironmentServer(context.channel, context.settings)
+    server = EnvironmentServer(context)
     server.load()
     asyncio.run(server.run())
     os._exit(0)

@@ -359,14 +359,13 @@ class _Estimator:
             return None
         actor = self.role_model("actor")  # None in an evaluation without training
         can_offload = rollout.can_sleep(on_gpus=True) and self._planned.kind == "cuda"
-        has_environment = config.environment is not None or rollout.environment is not None
         num_prompts = -(-rows // config.samples_per_prompt)
         offloads = can_offload and self._shares_device(slot, self._planned.roles)
         load = RolloutLoad(
             size=size,
             param_bytes=ITEMSIZE[rollout.sent_dtype or model.dtype],
             config=rollout,
-            batch=RolloutBatch(rows, num_prompts, config.data.max_prompt_tokens, has_environment),
+            batch=RolloutBatch(rows, num_prompts, config.data.max_prompt_tokens, config.environment is not None),
             device_type=self._planned.kind,
             weight_owner=actor if actor is not None and self._shares_actor_weights(actor, role_plan, slot) else None,
             replica=role_plan.replica,

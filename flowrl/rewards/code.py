@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from flowrl.rewards.sandbox.launch import Sandbox, SandboxLimits, find_missing_protections
+from flowrl.user_code.sandbox.launch import Sandbox, SandboxLimits, find_missing_protections
 
 _logger = logging.getLogger(__name__)
 

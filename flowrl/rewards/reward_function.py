@@ -1,16 +1,14 @@
-"""Imports reward functions, checks their signature, calls them, and checks their scores."""
+"""Imports reward functions, checks their signature and their scores, and describes their failures."""
 
-import asyncio
 import functools
 import inspect
-import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal, SupportsFloat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from flowrl.config import ImportNameError, UserError, import_function
-from flowrl.config.user_errors import convert_errors, describe_exception, describe_safely
+from flowrl.config.user_errors import describe_exception, describe_safely
 
 RewardFunction = Callable[..., Any]  # Any: a number, an awaitable of a number, or a list of numbers
 """A function of columns that returns a number. An async function is awaited. A batched function receives a list per
@@ -35,13 +33,56 @@ show the kind.
 """
 
 
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A function of a pool."""
+
+    name: str
+    """Name with which rows are submitted. Messages show `function` instead."""
+
+    function: str
+    """`module:function` or `path/to/file.py:function`."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)  # Any: values of JSON
+    """Further keyword arguments of each call."""
+
+    batch_size: int | None = None
+    """Maximum number of rows of a call. The function then receives lists and returns a list. None: one row per call."""
+
+    kind: FunctionKind = "reward function"
+    """An answer function receives the column `response` only, and returns a text or None."""
+
+    @property
+    def title(self) -> str:
+        """Kind and import name, for messages."""
+        return f"{self.kind} {self.function}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a row, or the reason why it has none."""
+
+    score: float | None
+    failure: Failure | None = None
+    message: str = ""
+    seconds: float = 0.0
+    """Time of the last call. A batched call counts fully for each of its rows."""
+
+    num_attempts: int = 1
+    """Number of calls for this row. Calls that failed because of another row are not counted."""
+
+    answer: str | None = None
+    """Result of an answer function, which gives no score."""
+
+
 class RewardError(UserError):
     """Raised if a reward function cannot be loaded, raises an exception, or does not return a finite number."""
 
     kind: Failure = "raised"
 
 
-def _error(kind: Failure, message: str) -> RewardError:
+def make_error(kind: Failure, message: str) -> RewardError:
+    """Returns an error with its kind."""
     error = RewardError(message)
     error.kind = kind
     return error
@@ -127,85 +168,16 @@ def select_columns(names: Iterable[str], accepts_all: bool, columns: Iterable[st
     return [name for name in columns if name in names or (accepts_all and name not in ONLY_IF_NAMED)]
 
 
-def score_row(function: RewardFunction, name: str, row: Mapping[str, Any]) -> float:
-    """Returns the score of one row, whose columns are the keyword arguments of the function `name`.
-
-    Awaits the result of an async function in a new event loop. Raises RewardError if the function raises an exception
-    or does not return a finite number.
-    """
-    with _as_reward_error(name, row):
-        value = function(**row)
-        if inspect.iscoroutine(value):
-            value = asyncio.run(value)
-    return check_score(value, name, row)
-
-
-async def score_row_async(function: RewardFunction, name: str, row: Mapping[str, Any]) -> float:
-    """Returns the score of one row by an async function, like `score_row`, in the running event loop."""
-    with _as_reward_error(name, row):
-        value = await function(**row)
-    return check_score(value, name, row)
-
-
-def score_batch(function: RewardFunction, name: str, rows: Sequence[Mapping[str, Any]]) -> list[float | RewardError]:
-    """Returns the scores of rows by one call of a batched function, which receives one list per column.
-
-    A column that some rows lack contains None for these rows. An invalid score is returned as its RewardError. Raises
-    RewardError if the function raises an exception or does not return one value per row.
-    """
-    columns = {column: [row.get(column) for row in rows] for row in rows for column in row}
-    with _as_reward_error(name, rows[0] if len(rows) == 1 else {}):
-        values = function(**columns)
-        if inspect.iscoroutine(values):
-            values = asyncio.run(values)
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list | tuple) or len(values) != len(rows):
-        shown = f"{len(values)} values" if isinstance(values, list | tuple) else show_value(values)
-        raise _error("invalid", f"reward function {name} returned {shown}: return a list of {len(rows)} numbers")
-    scores: list[float | RewardError] = []
-    for value, row in zip(values, rows, strict=True):
-        try:
-            scores.append(check_score(value, name, row))
-        except RewardError as error:
-            scores.append(error)
-    return scores
-
-
 def describe_failure(
     error: BaseException, name: str, row: Mapping[str, Any], kind: FunctionKind = "reward function"
 ) -> RewardError:
     """Returns a RewardError that names the function, the exception, its location and the row."""
     failure: Failure = "memory" if isinstance(error, MemoryError) else "raised"
-    return _error(failure, describe_exception(error, f"{kind} {name}") + _shown_inputs(row))
+    return make_error(failure, describe_exception(error, f"{kind} {name}") + shown_inputs(row))
 
 
-def _as_reward_error(
-    name: str, row: Mapping[str, Any], kind: FunctionKind = "reward function"
-) -> AbstractContextManager[None]:
-    """Converts exceptions of the block, which calls a function of the user, by `describe_failure`."""
-    return convert_errors(lambda error: describe_failure(error, name, row, kind))
-
-
-def check_score(value: object, name: str, row: Mapping[str, Any]) -> float:
-    """Returns the value as a float. Raises RewardError if it is not a finite number of at most `MAX_SCORE`."""
-    shown = f"reward function {name} returned a value whose __float__"
-    with convert_errors(lambda error: _error("invalid", f"{shown} raised {type(error).__name__}")):
-        score = _finite_number(value)
-    if score is None:
-        raise _error(
-            "invalid",
-            f"reward function {name} returned {show_value(value)}{_shown_inputs(row)}; return a finite number",
-        )
-    if abs(score) > MAX_SCORE:
-        raise _error(
-            "invalid",
-            f"reward function {name} returned {score:g}{_shown_inputs(row)}, and the gradient would overflow: return a "
-            f"number from -{MAX_SCORE:g} to {MAX_SCORE:g}",
-        )
-    return score
-
-
-def _shown_inputs(row: Mapping[str, Any]) -> str:
+def shown_inputs(row: Mapping[str, Any]) -> str:
+    """Returns the prompt, the response and the answer of a row as text that follows a message."""
     shown = [column for column in ("prompt", "response", "answer") if column in row] or list(row)
     return " for " * bool(shown) + ", ".join(f"{column} {SHORT_REPR.repr(row[column])}" for column in shown)
 
@@ -218,17 +190,6 @@ def show_value(value: object) -> str:
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 400
 """Shortens long prompts and responses in error messages."""
-
-
-def _finite_number(value: object) -> float | None:
-    """Returns a value with a finite `__float__`, such as a NumPy scalar or a tensor of one element; otherwise None."""
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # for example an array of two elements
-        return None
-    return number if math.isfinite(number) else None
 
 
 def required_parameters(function: RewardFunction) -> tuple[str, ...]:
@@ -265,19 +226,3 @@ def load_answer_function(name: str) -> Callable[[str], object]:
             f"return the final answer as text, or None"
         ) from error
     return function
-
-
-def extract_answer(function: Callable[[str], object], name: str, response: str) -> str | None:
-    """Returns the final answer of a response. An answer without visible characters is None.
-
-    Raises RewardError if the function raises an exception or returns a value that is neither text nor None.
-    """
-    with _as_reward_error(name, {"response": response}, "answer function"):
-        answer = function(response)
-    if answer is not None and not isinstance(answer, str):
-        raise _error(
-            "invalid",
-            f"answer function {name} returned {show_value(answer)} for response {SHORT_REPR.repr(response)}: return "
-            f"text, or None",
-        )
-    return (answer or "").strip() or None

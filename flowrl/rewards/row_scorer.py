@@ -1,18 +1,57 @@
 """Scores rows with the reward functions of a run. All calls run concurrently, in separate processes."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from flowrl.config import RewardComponent, RewardConfig, ServiceConfig
-from flowrl.rewards.processes.pool import ScoringPool
-from flowrl.rewards.processes.pool_settings import FunctionSpec, Outcome, PoolLimits
-from flowrl.rewards.reward_function import SHORT_REPR, RewardError
-from flowrl.rewards.row_scores import RewardCall, RowScores, weighted_sum
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from flowrl.rewards.reward_function import SHORT_REPR, FunctionSpec, Outcome, RewardError
 
 if TYPE_CHECKING:
     from flowrl.rewards.service import RewardService
+
+
+FAILED, CALLS = "reward_failed", "reward_calls"
+"""Names of the row columns of a reward: whether a call failed, and the records of all calls as plain dictionaries."""
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """Record of the call of one reward for one response."""
+
+    score: float | None
+    """Score, before its weight; None if the call failed."""
+    seconds: float | None = None
+    """Duration of the call in seconds, without waiting in a queue and without failed attempts before it. None for a
+    model.
+    """
+    failure: str | None = None
+    """Kind of failure, such as `timeout`, or None."""
+    message: str = ""
+    """Cause of the failure."""
+
+    def to_dict(self) -> dict[str, str | float | None]:
+        """Returns the fields by name, as in the column `CALLS`."""
+        return dict(vars(self))  # dataclasses.asdict takes 20 times as long
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """Result of all rewards for one response."""
+
+    values: Mapping[str, float]
+    """Column -> score. NaN if the reward does not apply to the data source of the row."""
+    calls: Mapping[str, RewardCall]
+    """Name of a reward -> record of its call. Rewards that do not apply have none."""
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether a call has failed."""
+        return any(call.failure is not None for call in self.calls.values())
 
 
 def pool_limits(config: RewardConfig, workers: int) -> PoolLimits:
@@ -56,8 +95,8 @@ class RowScorer:
             name: _connect_service(part.service) for name, part in functions.items() if part.service is not None
         }
 
-    def submit(self, row: Mapping[str, Any], *, evaluation: bool = False) -> Future[RowScores]:
-        """Scores a row. Does not wait.
+    def submit(self, row: Mapping[str, Any], owner: Hashable = None, *, evaluation: bool = False) -> Future[RowScores]:
+        """Scores a row. Does not wait, and does not use `owner`.
 
         The future has the scores of all functions that apply to the row's `data_source`. With `on_failure: stop`, it
         raises RewardError if a call fails.
@@ -78,6 +117,9 @@ class RowScorer:
         Services run elsewhere, so they have none.
         """
         return self._pool.find_missing_protections() if self._has_functions else ()
+
+    def discard(self, owner: Hashable) -> None:
+        """Does nothing, because the results of rows that nobody waits for are ignored."""
 
     def close(self) -> None:
         """Ends all processes and requests."""
@@ -153,5 +195,8 @@ class _PendingRow:
         }
         values = {name: score for name, score in scores.items() if name in self._columns}
         if "scores" in self._columns:
-            values["scores"] = weighted_sum(list(scores.values()), [part.weight for part in self._components])
+            # The rewards that apply are those whose score is not NaN.
+            weights = {part.name: part.weight for part in self._components}
+            terms = [weights[name] * score for name, score in scores.items() if not math.isnan(score)]
+            values["scores"] = math.fsum(terms)
         return RowScores(values, calls)

@@ -18,8 +18,7 @@ import httpx
 import tenacity
 
 from flowrl.config import ServiceConfig
-from flowrl.rewards.processes.pool_settings import Outcome
-from flowrl.rewards.reward_function import MAX_SCORE, Failure, RewardError
+from flowrl.rewards.reward_function import MAX_SCORE, Failure, Outcome, RewardError
 
 _logger = logging.getLogger(__name__)
 

@@ -24,12 +24,11 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.console import make_console
 from flowrl.devices.device import local_tensor
 from flowrl.memory.device_settings import render_settings
-from flowrl.rewards.processes.isolation import describe_missing
-from flowrl.rewards.processes.pool import ScoringPool
-from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.rewards.pool import PoolLimits, ScoringPool
 from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
+from flowrl.user_code.isolation import describe_missing
 from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 

@@ -25,9 +25,8 @@ from flowrl.data.batch.tensordicts import objects
 from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, NUM_FAILED
 from flowrl.report.rollout_log import Row
 from flowrl.report.run_observer import RunObserver
-from flowrl.rewards.processes.answers import extract_answers
-from flowrl.rewards.processes.pool_settings import PoolLimits
-from flowrl.rewards.row_scores import FAILED
+from flowrl.rewards.pool import PoolLimits, extract_answers
+from flowrl.rewards.row_scorer import FAILED
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.schedules.rewards import HeldOutResponses
 from flowrl.workers.dialogs import EPISODE

@@ -10,8 +10,8 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import get_registered_methods
 from flowrl.data.batch.batch import Batch
 from flowrl.report.run_observer import RunObserver
-from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.schedules.rewards import EnvironmentScoring, Rewards, Scoring
+from flowrl.user_code.isolation import describe_missing
 from flowrl.workers.environment import EnvironmentWorker
 from flowrl.workers.judge import Judge
 from flowrl.workers.reward import Reward

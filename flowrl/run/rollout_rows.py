@@ -18,7 +18,7 @@ from flowrl.data.batch.tensordicts import environment_lengths, lengths, num_rows
 from flowrl.data.chat import ChatTokenizer
 from flowrl.report.rollout_log import EncodedRows, Kind, RolloutLog, Row, encode_rows, evenly_spaced
 from flowrl.report.run_observer import RunObserver
-from flowrl.rewards.row_scores import CALLS
+from flowrl.rewards.row_scorer import CALLS
 from flowrl.workers.dialogs import EPISODE
 from flowrl.workers.episodes import SEGMENTS
 

@@ -14,7 +14,7 @@ from flowrl.algorithms.registry import distillation_losses
 from flowrl.config import DistillationLossConfig, EvaluationConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.metric import Logged, Mean, Metric
-from flowrl.rewards.row_scores import FAILED
+from flowrl.rewards.row_scorer import FAILED
 from flowrl.run.evaluation import Evaluation, collect_scores, evaluate_sets, generate_responses, measure_scores
 from flowrl.workers.losses.loss import Loss
 

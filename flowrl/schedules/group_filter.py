@@ -15,7 +15,7 @@ import numpy as np
 
 from flowrl.config import DynamicSampling
 from flowrl.data.batch.batch import Batch
-from flowrl.rewards.row_scores import FAILED
+from flowrl.rewards.row_scorer import FAILED
 
 ROUND_DROP_REASONS = ("equal_scores", "failed", "surplus")
 """Reasons why a scored group of a round is not trained:

@@ -18,11 +18,10 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.data.metric import Mean, Metric, Sum
-from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.rewards.pool import PoolLimits
 from flowrl.rewards.reward_function import SHORT_REPR, RewardError
-from flowrl.rewards.row_scorer import pool_limits
-from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
-from flowrl.workers.channel import ServerAddress
+from flowrl.rewards.row_scorer import CALLS, FAILED, RewardCall, pool_limits
+from flowrl.user_code.channel import ServerAddress
 from flowrl.workers.dialogs import EPISODE, TURN_REWARDS, EnvironmentServers
 
 TRUNCATED = "reward_truncated"

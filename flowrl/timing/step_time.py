@@ -191,7 +191,7 @@ def _find_omitted(config: RunConfig, planned: Plan) -> Iterator[str]:
             yield "vllm.async_scheduling"
         if config.rollout.transfer.senders == "all":
             yield "transfer.senders all"
-        if config.environment is not None or config.rollout.environment is not None:
+        if config.environment is not None:
             yield "the environment and its turns"
         if config.dynamic_sampling is not None:
             yield "further rounds of dynamic_sampling"

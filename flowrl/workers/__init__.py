@@ -4,7 +4,7 @@ Entry points: `Actor`, `Critic`, `EnvironmentWorker`, `Judge`, `Reference`, `Rew
 `TrainedRewardModel`. `Loss` describes a loss for the trained roles. `LANGUAGE_MODELING` is the loss of SFT, and `PTX`
 is the same loss on text in a policy update. `groups.pyi` has the types of the groups, for type checkers and editors.
 May import `flowrl.algorithms`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.devices.device`,
-`flowrl.engines`, `flowrl.environments` and `flowrl.rewards`.
+`flowrl.engines`, `flowrl.environments`, `flowrl.rewards` and `flowrl.user_code.channel`.
 """
 
 from flowrl.workers.actor import Actor

@@ -15,8 +15,8 @@ from flowrl.engines.rollout.base import Request, Response, Segment
 from flowrl.environments.base import ModelResponse, Observation
 from flowrl.environments.requests import Close, Reply, Reset, Step
 from flowrl.rewards.reward_function import RewardError
-from flowrl.rewards.row_scores import RewardCall, RowScores
-from flowrl.workers.channel import RequestClient, ServerAddress
+from flowrl.rewards.row_scorer import RewardCall, RowScores
+from flowrl.user_code.channel import RequestClient, ServerAddress
 
 if TYPE_CHECKING:
     from flowrl.workers.episodes import Episode

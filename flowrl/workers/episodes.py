@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
-from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
+from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.routing import ROUTES
 from flowrl.engines.rollout.base import (
     GatheringEngine,
@@ -25,19 +25,11 @@ from flowrl.engines.rollout.base import (
     open_batch,
 )
 from flowrl.engines.rollout.response_tensors import Responses, stack_responses
-from flowrl.environments.environment_function import (
-    ENVIRONMENT_COLUMNS,
-    RESPONSE_PARAMETERS,
-    EnvironmentFunctionError,
-    call_environment,
-    load_environment_function,
-)
-from flowrl.rewards.reward_function import SHORT_REPR
-from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
-from flowrl.workers.channel import RequestClient, ServerAddress
+from flowrl.rewards.row_scorer import CALLS, FAILED, RowScores
+from flowrl.user_code.channel import RequestClient, ServerAddress
 from flowrl.workers.dialogs import EPISODE, LOST, TURN_REWARDS, Dialog, Dialogs, EnvironmentServers, turn_columns
 
-EPISODE_READS = (*(f"{name}?" for name in ENVIRONMENT_COLUMNS), "*")
+EPISODE_READS = ("prompt?", "conversation?", "answer?", "data_source?", "*")
 """Columns that environments and reward functions can receive, in the notation of `register`."""
 
 _INTERNAL_COLUMNS = ("prompt_ids", "prompt_id", "sample", "length")
@@ -53,49 +45,6 @@ Columns = Mapping[str, Any]
 """Row columns of one episode, by name."""
 
 
-class Environment:
-    """Continues responses with the segments that the user's function `rollout.environment` returns."""
-
-    def __init__(self, name: str, tokenizer: ChatTokenizer, max_response_tokens: int) -> None:
-        """Raises EnvironmentFunctionError if the function cannot be loaded."""
-        self._name, self._function = name, load_environment_function(name)
-        self._tokenizer, self._max_response_tokens = tokenizer, max_response_tokens
-
-    def next_request(self, request: Request, response: Response, columns: Columns) -> Request | None:
-        """Returns the request for the next policy segment of a response, or None if the response is complete.
-
-        A response always ends with a policy segment. If the environment's tokens leave no token for another policy
-        segment, the response is complete without them, and `response.truncated` becomes true.
-
-        Args:
-            request: request of the last policy segment.
-            response: the last policy segment.
-            columns: row columns of the response.
-        Raises EnvironmentFunctionError if the function raises an exception or returns a wrong value.
-        """
-        if response.truncated:
-            return None
-        segments = (*request.segments, Segment.policy(response))
-        policy, environment = self._tokenizer.decode_response, self._tokenizer.decode
-        texts = [(policy if segment.is_policy else environment)(segment.token_ids) for segment in segments]
-        arguments = {**columns, **dict(zip(RESPONSE_PARAMETERS, (segments, texts), strict=True))}
-        result = call_environment(self._function, self._name, arguments, len(self._tokenizer))
-        if result is None:
-            return None
-        try:
-            token_ids = self._tokenizer.encode(result) if isinstance(result, str) else result
-            self._tokenizer.check_ids(token_ids)
-        except MissingEmbeddingError as error:
-            raise EnvironmentFunctionError(
-                f"environment function {self._name} returned {SHORT_REPR.repr(result)}, but {error}"
-            ) from error
-        following = replace(request, segments=(*segments, Segment.environment(token_ids)))
-        if following.num_response_tokens < self._max_response_tokens:
-            return following
-        response.truncated = True
-        return None
-
-
 @dataclass
 class Episode:
     """The state of one response."""
@@ -108,6 +57,8 @@ class Episode:
     """Columns of the row, for the environment and the reward."""
     response: Response | None = None
     """Last segment; None until the response is complete."""
+    texts: tuple[str, str] | None = None
+    """Response and tagged response that the reward has received; None without a reward."""
     scores: RowScores | None = None
     """Result of the reward or the environment; None until it has arrived."""
     dialog: Dialog | None = None
@@ -164,11 +115,10 @@ class Episodes:
     def __init__(
         self,
         tokenizer: ChatTokenizer,
-        environment: Environment | None = None,
         reward: RequestClient | None = None,
         dialogs: Dialogs | None = None,
     ) -> None:
-        self._tokenizer, self._environment, self._reward, self._dialogs = tokenizer, environment, reward, dialogs
+        self._tokenizer, self._reward, self._dialogs = tokenizer, reward, dialogs
         self._episodes: dict[Hashable, Episode] = {}
         """Request id -> episode without a complete response, or without scores."""
         self._ended: list[str] = []
@@ -200,25 +150,15 @@ class Episodes:
         if self._dialogs is not None:
             self._dialogs.send(finished)
             return []
-        continued: list[Request] = []
-        complete: list[Episode] = []
+        complete = [episode for episode, _ in finished]
         for episode, response in finished:
-            environment = self._environment
-            following = environment and environment.next_request(episode.request, response, episode.columns)
-            if following is None:
-                episode.response = response
-                complete.append(episode)
-            else:
-                episode.request = following
-                continued.append(following)
-        if self._environment is not None:
-            self._ended += [episode.id for episode in complete]
+            episode.response = response
+        ids = [episode.id for episode in complete]
         if self._reward is not None:
-            ids = [episode.id for episode in complete]
             self._reward.send(zip(ids, self._scored_rows(complete), strict=True))
         else:
-            self._remove(episode.id for episode in complete)
-        return continued
+            self._remove(ids)
+        return []
 
     def _scored_rows(self, episodes: Sequence[Episode]) -> list[dict[str, Any]]:
         """Returns the columns that a reward function can receive, one mapping per complete episode."""
@@ -226,6 +166,8 @@ class Episodes:
         texts = self._tokenizer.decode_responses(ids)
         prompts = [episode.request.token_ids for episode in episodes]
         tagged = self._tokenizer.decode_tags(prompts, ids, texts)
+        for episode, both in zip(episodes, zip(texts, tagged, strict=True), strict=True):
+            episode.texts = both
         return [
             {
                 **episode.columns,
@@ -284,9 +226,8 @@ class Episodes:
 class EpisodeConnections:
     """Opens sets of episodes, with the connections of a rollout worker to its reward or environment workers."""
 
-    def __init__(self, tokenizer: ChatTokenizer, environment: Environment | None, max_response_tokens: int) -> None:
-        self._tokenizer, self._environment = tokenizer, environment
-        self._max_response_tokens = max_response_tokens
+    def __init__(self, tokenizer: ChatTokenizer, max_response_tokens: int) -> None:
+        self._tokenizer, self._max_response_tokens = tokenizer, max_response_tokens
         self.reward: tuple[Sequence[ServerAddress], bytes] | None = None
         """Addresses of the reward workers and the key of the run."""
         self.environment: EnvironmentServers | None = None
@@ -305,9 +246,9 @@ class EpisodeConnections:
             )
             return Episodes(self._tokenizer, dialogs=dialogs)
         if not is_scored:
-            return Episodes(self._tokenizer, self._environment)
+            return Episodes(self._tokenizer)
         assert self.reward is not None, "connect_reward is called before responses are scored"
-        return Episodes(self._tokenizer, self._environment, RequestClient(*self.reward))
+        return Episodes(self._tokenizer, RequestClient(*self.reward))
 
     @contextmanager
     def share(self, *, is_scored: bool) -> Iterator[Episodes]:
@@ -466,7 +407,12 @@ def episodes_to_tensordict(
     scores = score_columns([episode.scores for episode in episodes], names)
     prompts = [episode.request.token_ids for episode in episodes]
     segments = {SEGMENTS: describe_segments(episodes, tokenizer)} if with_segments else {}
-    table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
+    decoded = [episode.texts for episode in episodes if episode.texts is not None]
+    if len(decoded) < len(episodes):
+        ids = stacked.token_lists()
+        texts = tokenizer.decode_responses(ids)
+        decoded = list(zip(texts, tokenizer.decode_tags(prompts, ids, texts), strict=True))
+    table = responses_to_tensordict(prompts, stacked, decoded, **scores, **segments, **columns)
     rows, tokens = dict(table["rows"].items()), dict(table["tokens"].items())
     if no_routes is not None:
         tokens[ROUTES] = _stack_routes(responses, lengths(table).tolist(), no_routes)
@@ -489,9 +435,9 @@ def _stack_routes(responses: Sequence[Response], num_tokens: Sequence[int], no_r
 
 
 def responses_to_tensordict(
-    prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: Any
+    prompts: Sequence[Sequence[int]], responses: Responses, texts: Sequence[tuple[str, str]], **columns: Any
 ) -> TensorDict:
-    """Combines prompts, responses and additional row columns into a TensorDict.
+    """Combines prompts, responses with their texts and tagged texts, and additional row columns into a TensorDict.
 
     `response_mask` is true for tokens that the policy sampled, and false for those of the prompt and an environment.
     """
@@ -511,12 +457,9 @@ def responses_to_tensordict(
             in_response_T, responses.versions
         ),
     }
-    ids = responses.token_lists()
-    texts = tokenizer.decode_responses(ids)
-    tagged = tokenizer.decode_tags(prompts, ids, texts)
     rows = {
         "truncated": responses.truncated,
-        "response": texts,
-        "tagged_response": [None if a == b else b for a, b in zip(texts, tagged, strict=True)],
+        "response": [text for text, _ in texts],
+        "tagged_response": [None if text == tagged else tagged for text, tagged in texts],
     }
     return make_tensordict({**rows, **columns}, tokens, lengths_B)

@@ -18,7 +18,7 @@ from flowrl.engines.rollout.broadcast import TransferGroup
 from flowrl.engines.rollout.cuda_ipc import IpcBucket
 from flowrl.engines.rollout.weight_check import Compared
 from flowrl.engines.rollout.weight_metadata import WeightMetadata
-from flowrl.workers.channel import ServerAddress
+from flowrl.user_code.channel import ServerAddress
 from flowrl.workers.dialogs import EnvironmentServers
 from flowrl.workers.losses.loss import Loss, LossFunction
 
@@ -263,7 +263,7 @@ class EnvironmentGroup(TypedGroup):
 
     @blocking
     def find_missing_protections(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Returns the address of the node, and the protections that it does not offer to environments."""
+        """Returns the address of the node, and the protections that it does not offer to user code."""
 
 class JudgeGroup(TypedGroup):
     """Group of `Judge` workers."""
@@ -315,15 +315,6 @@ class ReferenceGroup(TypedGroup):
 class RewardGroup(TypedGroup):
     """Group of `Reward` workers."""
 
-    @blocking
-    def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
-        """Starts the server for requests of rollout workers. Returns the address of this rank.
-
-        Args:
-            key: key of the run, which authenticates the rollout workers.
-            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
-        """
-
     @batched
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:
         """Returns one score per row, `[B]`, in the columns of `RewardConfig.function_columns`.
@@ -333,8 +324,17 @@ class RewardGroup(TypedGroup):
         """
 
     @blocking
+    def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
+        """Starts the server for requests of rollout workers. Returns the address of this rank.
+
+        Args:
+            key: key of the run, which authenticates the rollout workers.
+            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
+        """
+
+    @blocking
     def find_missing_protections(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Returns the address of the node, and the protections that it does not offer to reward functions."""
+        """Returns the address of the node, and the protections that it does not offer to user code."""
 
 class RewardModelGroup(TypedGroup):
     """Group of `RewardModel` workers."""

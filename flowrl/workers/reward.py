@@ -1,9 +1,8 @@
 """Reward workers, which score rows with Python functions (`Reward`) or a reward model (`RewardModel`)."""
 
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -15,11 +14,10 @@ from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, ob
 from flowrl.data.chat import ChatTokenizer, Message, has_same_rendering
 from flowrl.engines.models.loading import max_positions
 from flowrl.engines.train.base import Outputs
-from flowrl.rewards.row_scorer import RowScorer
-from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
-from flowrl.workers.channel import ServingWorker
+from flowrl.rewards.row_scorer import CALLS, FAILED, RowScorer
 from flowrl.workers.episodes import score_columns
 from flowrl.workers.model_worker import ModelWorker, has_collective_forward, start_engine
+from flowrl.workers.serving_worker import ServingWorker
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import RewardGroup, RewardModelGroup
@@ -91,7 +89,7 @@ class Reward(ServingWorker["RewardGroup"]):
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._scorer = RowScorer(config, workers=-(-config.workers // self.world_size))
+        self.service = self._scorer = RowScorer(config, workers=-(-config.workers // self.world_size))
 
     @classmethod
     def select_class(cls, mesh: Mesh, config: ScoringModelConfig) -> type[Worker]:
@@ -113,19 +111,6 @@ class Reward(ServingWorker["RewardGroup"]):
         """
         names = self._config.function_columns(evaluation=evaluation)
         return score_rows(self._scorer, batch, names, evaluation=evaluation)
-
-    @register(Dispatch.ONE_TO_ALL, memory=())
-    def find_missing_protections(self) -> tuple[str, tuple[str, ...]]:
-        """Returns the address of the node, and the protections that it does not offer to reward functions."""
-        return self.context.address, self._scorer.find_missing_protections()
-
-    def submit_request(self, request: dict[str, Any], connection: Hashable) -> Future[RowScores]:
-        """Scores a row that a rollout worker sends while it generates (`Rollout.connect_reward`)."""
-        return self._scorer.submit(request)
-
-    def close(self) -> None:
-        super().close()
-        self._scorer.close()
 
 
 class RewardModel(ModelWorker["RewardModelGroup"]):

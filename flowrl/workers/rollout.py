@@ -36,16 +36,15 @@ from flowrl.engines.rollout.base import (
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.rollout.sampling import row_keys
 from flowrl.engines.rollout.weight_check import Compared, check_compared
-from flowrl.rewards.row_scores import CALLS, FAILED
+from flowrl.rewards.row_scorer import CALLS, FAILED
+from flowrl.user_code.channel import ServerAddress
 from flowrl.workers.actor import Actor
-from flowrl.workers.channel import ServerAddress
 from flowrl.workers.dialogs import EPISODE, EnvironmentServers
 from flowrl.workers.episodes import (
     EPISODE_READS,
     POLL_S,
     SEGMENTS,
     Columns,
-    Environment,
     Episode,
     EpisodeConnections,
     EpisodeRun,
@@ -80,10 +79,10 @@ def add_columns(contract: Contract, cls: type[Worker], arguments: Arguments, con
     more columns.
     """
     score = arguments.get("score", ())
-    if isinstance(contract.reads, tuple) and (score or config.environment is not None):
+    if isinstance(contract.reads, tuple) and score:
         contract = replace(contract, reads=(*contract.reads, *EPISODE_READS))
     if contract.writes:
-        segments = (SEGMENTS,) if config.environment is not None or EPISODE in score else ()
+        segments = (SEGMENTS,) if EPISODE in score else ()
         scores = (*score, FAILED, CALLS) if score else ()
         routes = (ROUTES,) if config.router_replay else ()
         contract = replace(contract, writes=(*contract.writes, *scores, *segments, *routes))
@@ -116,10 +115,7 @@ class Rollout(Worker["RolloutGroup"]):
         self.tokenizer = ChatTokenizer(model.tokenizer_path, config.template, model=model.path)
         stop_ids = tuple(dict.fromkeys((*config.stop_ids, *self.tokenizer.stop_ids)))
         config = config.model_copy(update={"stop_ids": stop_ids})
-        self._environment = None
-        if config.environment is not None:
-            self._environment = Environment(config.environment, self.tokenizer, config.max_response_tokens)
-        self._connections = EpisodeConnections(self.tokenizer, self._environment, config.max_response_tokens)
+        self._connections = EpisodeConnections(self.tokenizer, config.max_response_tokens)
         self._groups = PromptGroups(self._connections.open(is_scored=False))
         self._batch_ids = itertools.count()
         self._expects_update = False
@@ -163,9 +159,8 @@ class Rollout(Worker["RolloutGroup"]):
     def _to_tensordict(self, own: Sequence[Episode], score: Sequence[str], **columns: torch.Tensor) -> TensorDict:
         """Returns the rows of complete episodes, and adds them and their sampled tokens to the usage of the call."""
         no_routes = self.engine.no_routes if isinstance(self.engine, RoutingEngine) else None
-        with_segments = self._has_segments(score)
         responses = episodes_to_tensordict(
-            own, self.tokenizer, score, with_segments=with_segments, no_routes=no_routes, **columns
+            own, self.tokenizer, score, with_segments=EPISODE in score, no_routes=no_routes, **columns
         )
         num_tokens = int(responses["tokens", "response_mask"].sum())
         self.context.add_usage(tokens=num_tokens / self.context.replica.num_devices, responses=num_rows(responses))
@@ -190,14 +185,10 @@ class Rollout(Worker["RolloutGroup"]):
 
     @property
     def _has_environment(self) -> bool:
-        return self._environment is not None or self._connections.environment is not None
-
-    def _has_segments(self, score: Sequence[str]) -> bool:
-        return self._environment is not None or EPISODE in score
+        return self._connections.environment is not None
 
     def _episode_columns(self, batch: TensorDict, score: Sequence[str]) -> Sequence[Columns]:
-        is_read = self._environment is not None or score
-        return episode_columns(batch) if is_read else [{}] * num_rows(batch)
+        return episode_columns(batch) if score else [{}] * num_rows(batch)
 
     # Rewards.
 
@@ -485,10 +476,6 @@ class Rollout(Worker["RolloutGroup"]):
                 "the rollout's process was lost, and its weights came over a GPU transport, which cannot be replayed: "
                 "resume from the last checkpoint (resume: auto), or set rollout.transfer.via: object_store"
             )
-
-    @classmethod
-    def user_functions(cls, config: RolloutConfig, *_: Any, **__: Any) -> tuple[str, ...]:  # Any: the constructor's
-        return () if config.environment is None else (config.environment,)
 
     # Device memory.
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.prompts import PromptStream, read_conversations
-from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.rewards.pool import PoolLimits
 from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run
 from flowrl.schedules.rewards import GenerateAlongside, HeldOutResponses

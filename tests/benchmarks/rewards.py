@@ -15,7 +15,8 @@ import psutil
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import ModelConfig, RewardConfig, RolloutConfig
-from flowrl.rewards.processes.pool import FunctionSpec, PoolLimits, ScoringPool
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from flowrl.rewards.reward_function import FunctionSpec
 from flowrl.schedules.rewards import Rewards
 from flowrl.workers import Reward, Rollout
 from tests.benchmarks import reward_functions, step

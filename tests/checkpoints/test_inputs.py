@@ -131,7 +131,6 @@ USER_CODE: dict[str, dict[str, Any]] = {
     },
     "algorithm.shaping.0.kind": {"algorithm": {"shaping": [CUSTOM]}},
     "algorithm.correction.kind": {"algorithm": {"correction": CUSTOM}},
-    "rollout.environment": {"rollout": {"environment": OWN}},
     "rollout.engine": {"rollout": {"engine": "own_code:Used"}},
     "reward.function": {"reward": {"function": OWN}},
     "reward.evaluation": {"reward": {"evaluation": OWN}},

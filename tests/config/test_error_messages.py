@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import ConfigError, DataConfig, load, load_located
-from flowrl.config.error_messages import FOREIGN_KEYS, RENAMED_KEYS
+from flowrl.config.error_messages import FOREIGN_KEYS, REMOVED_KEYS, RENAMED_KEYS
 from flowrl.config.setting_tree import setting_paths
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
@@ -95,6 +95,12 @@ def test_a_setting_of_another_member_is_reported_at_its_location(ppo: Path) -> N
 def test_a_renamed_key_is_an_error_that_names_the_new_key(ppo: Path, old: str, new: str) -> None:
     message = error_of(ppo, f"{old}=1")
     assert message.startswith(f"{old}=1: {old} ") and new in message
+
+
+@pytest.mark.parametrize("name", REMOVED_KEYS)
+def test_a_removed_key_is_an_error_that_names_its_replacement(ppo: Path, name: str) -> None:
+    message = error_of(ppo, f"{name}=a:b")
+    assert message.startswith(f"{name}=a:b: {name} ") and REMOVED_KEYS[name] in message
 
 
 def test_an_error_of_a_group_validator_names_the_line_of_the_setting(ppo: Path) -> None:

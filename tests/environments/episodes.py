@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.environments.base import ChatMessage, ModelResponse, Observation, Row
-from tests.rewards.processes.misbehaving import ACTIONS
+from tests.user_code.misbehaving import ACTIONS
 
 RETURNED = (
     "none", "nan", "infinite", "text", "complex", "large", "too_large", "no_number", "no_messages", "no_role",

@@ -15,9 +15,8 @@ import pytest
 from flowrl.environments.base import ModelResponse
 from flowrl.environments.environment_host import EnvironmentHost
 from flowrl.environments.requests import Close, EnvironmentLimits, EnvironmentSpec, Reply, Reset, Step
-from flowrl.rewards.processes.pool import ScoringPool
-from flowrl.rewards.processes.pool_settings import PoolLimits
-from tests.rewards.processes.test_pool import MARK, mark, marked_processes, private, skip_without
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from tests.rewards.test_pool import MARK, mark, marked_processes, private, skip_without
 from tests.slow_cases import slow
 
 __all__ = ["mark", "private"]
@@ -290,6 +289,21 @@ def test_a_class_that_cannot_be_created_fails_the_episode(name: str, failure: st
         assert ask(host, Reset(0, {})).failure == failure
 
 
+@pytest.mark.usefixtures("mark")
+def test_an_import_that_is_killed_once_costs_no_episode(tmp_path: Path) -> None:
+    """A program outside may have killed the process. The episode is lost, and starts again."""
+    code = (
+        "import os, pathlib\n"
+        f"file = pathlib.Path({str(tmp_path / 'killed')!r})\n"
+        "if not file.exists():\n    file.touch()\n    os.kill(os.getpid(), 9)\n"
+        f"from {FOLDER} import Game as make\n"
+    )
+    (tmp_path / "module.py").write_text(code)
+    with make_host(f"{tmp_path}/module.py:make") as host:
+        played = play(host, 0, "")
+    assert (played.failure, played.num_starts) == (None, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(
@@ -349,7 +363,7 @@ def test_limits_are_checked() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_private_folders_cannot_be_reached(private: Path) -> None:
-    with make_host("tests.rewards.processes.attacks:Intruder") as host:
+    with make_host("tests.user_code.attacks:Intruder") as host:
         skip_without("private_folders", host.find_missing_protections())
         reply = ask(host, Reset(1, {"prompt": str(private)}))
         assert reply.observation is not None and reply.observation.messages[0]["content"] == ""

@@ -102,8 +102,8 @@ def source_of(prompt: str) -> str:
 def sync_run(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun[PPOConfig]:
     """PPO in one process, in five steps with two updates each.
 
-    It has rewards for data sources, failed rewards, dynamic sampling with a surplus, an environment function, PTX,
-    checkpoints, and a recording of step 2.
+    It has rewards for data sources, failed rewards, dynamic sampling with a surplus, PTX, checkpoints, and a recording
+    of step 2.
     """
     folder = tmp_path_factory.mktemp("sync")
     lines = (task_folder / "train.jsonl").read_text().splitlines()
@@ -121,11 +121,7 @@ def sync_run(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Fin
         reward=REWARDS | {"components": [*REWARDS["components"], BONUS]},
         dynamic_sampling=DYNAMIC | {"oversample": 2.0},
         data=base.data.model_dump() | {"train": folder / "train.jsonl", "evaluation_rows": 64},
-        rollout={
-            "max_response_tokens": 12,
-            "environment": "tests.environments.environment_functions:ask_again",
-            "check": "strict",
-        },
+        rollout={"max_response_tokens": 12, "check": "strict"},
         ptx={"data": task_folder / "sft.jsonl", "coef": 0.5, "batch_size": 4, "max_tokens": 16},
         checkpoint={"every": 2},
         evaluate_every=2,

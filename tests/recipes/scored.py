@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.quickstart.task import score as task_score
-from tests.rewards.processes.misbehaving import ACTIONS
+from tests.user_code.misbehaving import ACTIONS
 
 
 def parity(prompt: str, response: str) -> float:

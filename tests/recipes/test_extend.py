@@ -18,7 +18,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from tests.configs import quickstart_settings
 from tests.errors import missing_facts
-from tests.slow_cases import one_of
+from tests.recipes.test_environments import TOGETHER, environment
 
 PAGE = (Path(__file__).parents[2] / "docs/extend.md").read_text(encoding="utf-8")
 FLAGS = re.DOTALL | re.MULTILINE
@@ -64,15 +64,13 @@ def test_the_example_of_a_rollout_engine_trains_and_matches_the_trainer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_own_engine", one_of(False, True))
-def test_the_example_of_an_environment_trains(
-    example: Callable[[str], str], grpo_config: Callable[..., GRPOConfig], has_own_engine: bool
+def test_the_example_of_an_engine_continues_responses(
+    example: Callable[[str], str], grpo_config: Callable[..., GRPOConfig]
 ) -> None:
-    """Also with the example of an engine, which continues responses."""
-    own = {"engine": example("engine")} if has_own_engine else {}
-    rollout = {"environment": example("environment"), "max_response_tokens": 16, "check": "strict"} | own
+    rollout = {"engine": example("engine"), "max_response_tokens": 24, "check": "strict"}
     actor = grpo_config().actor.model_dump() | {"old_logprobs": "recompute"}
-    config = grpo_config(rollout=rollout, steps=2, evaluate_every=0, actor=actor)
+    turns = environment("TwoTurns") | {"placement": TOGETHER}
+    config = grpo_config(rollout=rollout, steps=2, evaluate_every=0, actor=actor, **turns)
     train(config)
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("environment_length", 0) > 0 for line in lines)

@@ -6,7 +6,8 @@ import pytest
 
 from flowrl.config import DataFile
 from flowrl.data.reading.generated_rows import generate_lines
-from flowrl.rewards.processes.pool import FunctionSpec, PoolLimits, ScoringPool
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from flowrl.rewards.reward_function import FunctionSpec
 
 FUNCTIONS = {
     "math": ("math:score", {}),

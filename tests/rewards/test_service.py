@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from flowrl.config import ServiceConfig
-from flowrl.rewards.processes.pool_settings import Outcome
-from flowrl.rewards.reward_function import RewardError
+from flowrl.rewards.reward_function import Outcome, RewardError
 from flowrl.rewards.service import RewardService
 from tests.slow_cases import as_parameters
 

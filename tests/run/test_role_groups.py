@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.rewards.processes.isolation import describe_missing
-from flowrl.rewards.processes.pool import ScoringPool
-from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.rewards.pool import PoolLimits, ScoringPool
+from flowrl.user_code.isolation import describe_missing
 from tests.run.test_doctor import RECIPE
 from tests.small_task import prepare_small
 

@@ -22,7 +22,7 @@ from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.payload import ColumnError
 from flowrl.data.chat import ChatTokenizer
 from flowrl.report.rollout_log import COLUMNS, TOKEN_VALUES, Row
-from flowrl.rewards.row_scores import RewardCall
+from flowrl.rewards.row_scorer import RewardCall
 from flowrl.run.rollout_rows import collect_rows, collect_training_rows, make_rows
 
 

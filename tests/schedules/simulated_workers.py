@@ -21,7 +21,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Block, Description, Ref, Shard
 from flowrl.data.batch.payload import Payload
 from flowrl.engines.rollout.weight_check import Compared
-from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
+from flowrl.rewards.row_scorer import CALLS, FAILED, RewardCall
 from flowrl.schedules.simulation import VirtualClock
 from flowrl.weight_sync.verification import ComparedWeights
 

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.config import DynamicSampling
 from flowrl.data.batch.batch import Batch
-from flowrl.rewards.row_scores import FAILED
+from flowrl.rewards.row_scorer import FAILED
 from flowrl.schedules.group_filter import GroupFilter, SelectedGroup, no_groups_message
 
 

@@ -9,7 +9,7 @@ import torch
 from flowrl.config import EnvironmentConfig, RewardConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.tensordicts import make_tensordict, objects
-from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.rewards.pool import PoolLimits
 from flowrl.rewards.reward_function import RewardError
 from flowrl.schedules.rewards import EnvironmentScoring, Rewards, combine_scores, measure_rewards
 from tests.errors import rejects

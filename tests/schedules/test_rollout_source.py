@@ -16,7 +16,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import merge_metrics
-from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
+from flowrl.rewards.row_scorer import CALLS, FAILED, RewardCall
 from flowrl.schedules.replica_stream import make_rollout_source
 from flowrl.schedules.rollout_source import (
     RolloutContext,

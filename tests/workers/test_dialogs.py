@@ -16,7 +16,7 @@ from flowrl.environments.base import ModelResponse, Observation
 from flowrl.environments.requests import Close, Reply, Step
 from flowrl.environments.tool_calls import parse_response
 from flowrl.rewards.reward_function import RewardError
-from flowrl.workers.channel import RequestClient, RequestServer
+from flowrl.user_code.channel import RequestClient, RequestServer
 from flowrl.workers.dialogs import Dialogs, turn_columns
 from flowrl.workers.episodes import Episode, episodes_to_tensordict
 from tests.data.test_golden_templates import tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from flowrl.environments.base import ModelResponse
 from flowrl.environments.requests import Reply, Reset, Step
-from flowrl.workers.channel import RequestClient, RequestServer
+from flowrl.user_code.channel import RequestClient, RequestServer
 from tests.environments.test_environment_host import ASYNC, ask, make_host, mark
 
 __all__ = ["mark"]

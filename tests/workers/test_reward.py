@@ -7,8 +7,8 @@ from flowrl.config import RewardConfig
 from flowrl.data.folders.private_folder import private_folder
 from flowrl.workers import Reward
 from tests.conftest import ClusterMaker
-from tests.rewards.processes.attacks import reach
-from tests.rewards.processes.test_pool import skip_without
+from tests.rewards.test_pool import skip_without
+from tests.user_code.attacks import reach
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_a_reward_function_cannot_reach_the_private_folder_of_its_run(
     """The folder contains the token of Ray and the socket of the fork server."""
     folder = private_folder()
     assert {"list", "token"} <= set(reach(folder)) and any(folder.glob("fork-*"))
-    config = RewardConfig(function="tests.rewards.processes.attacks:count_ways", workers=1)
+    config = RewardConfig(function="tests.user_code.attacks:count_ways", workers=1)
     cluster = open_cluster("ray", {"main": [1]}, {"reward": "main"}, num_threads=1)
     reward = cluster.group("reward", Reward, config)
     (_, missing), *_ = reward.find_missing_protections()

@@ -36,9 +36,9 @@ from flowrl.engines.checkpoint.export import export_model
 from flowrl.engines.models.weights import to_tensors
 from flowrl.engines.rollout.cuda_ipc import read_bucket
 from flowrl.rewards.reward_function import RewardError
-from flowrl.rewards.row_scores import RewardCall, RowScores
+from flowrl.rewards.row_scorer import RewardCall, RowScores
+from flowrl.user_code.channel import RequestServer
 from flowrl.workers import LANGUAGE_MODELING, Actor, Critic, Reference, Reward, Rollout
-from flowrl.workers.channel import RequestServer
 from flowrl.workers.losses.loss import MeanMetrics
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.errors import rejects

@@ -138,8 +138,6 @@ class RolloutRunConfig(DatasetConfig):
             return self
         if self.reward_settings is not None:
             raise ValueError("reward and environment are both set, but the environment gives the rewards: remove one")
-        if self.rollout.environment is not None:
-            raise ValueError("rollout.environment and environment are both set: remove one")
         return self
 
     @property

@@ -34,7 +34,6 @@ from flowrl.config.model import OPTIMIZERS
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.engines.rollout.vllm.engine_args import find_argument_problem
 from flowrl.environments.base import EnvironmentLoadError, create_environment
-from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
 from flowrl.run.checks.checked_run import find_generators
@@ -49,7 +48,6 @@ def check_functions(config: RunConfig) -> str:
     for group, value in config:
         if isinstance(value, RolloutConfig):
             check_engine_class(value.engine)
-            _check_loads(f"{group}.environment", value.environment, load_environment_function)
         if isinstance(value, RewardConfig):
             for key, function in value.functions():
                 names[function] = None
@@ -117,7 +115,7 @@ def _check_judge(role: str, config: JudgeConfig) -> None:
 def _check_loads(key: str, name: str | None, load: Callable[[str], object]) -> None:
     try:
         _ = name and load(name)
-    except (RewardError, EnvironmentFunctionError, ImportNameError) as error:
+    except (RewardError, ImportNameError) as error:
         raise ConfigError(f"{key}: {error}") from error
 
 

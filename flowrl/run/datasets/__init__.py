@@ -3,8 +3,8 @@
 Entry points: `read_prompts` (prompts of reinforcement learning), `read_held_out` (only prompts of evaluations),
 `SftExamples` (SFT examples and text), `PtxText` (text of PTX), `read_rows` (tokenized_data.py: tokenized rows of any
 kind).
-May import `flowrl.algorithms`, `flowrl.config`, `flowrl.data`, `flowrl.environments.base`,
-`flowrl.environments.environment_function`, `flowrl.memory`, `flowrl.rewards` and, for types, `flowrl.workers`.
+May import `flowrl.algorithms`, `flowrl.config`, `flowrl.data`, `flowrl.environments.base`, `flowrl.memory`,
+`flowrl.rewards` and, for types, `flowrl.workers`.
 """
 
 from flowrl.run.datasets.examples import PtxText, SftExamples

@@ -9,17 +9,10 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, compare_vocabularies, has_same_rendering
 from flowrl.data.messages import DataError
 from flowrl.data.preparation.tokenized_rows import TokenizedRow
-from flowrl.data.prompts import RESERVED_COLUMNS, PromptSet, PromptStream, TokenizedPrompt, tokenize_prompts
+from flowrl.data.prompts import PromptSet, PromptStream, TokenizedPrompt, tokenize_prompts
 from flowrl.data.reading import reader
 from flowrl.data.turn_delta import check_turn_template
 from flowrl.environments.base import EnvironmentLoadError, create_environment
-from flowrl.environments.environment_function import (
-    ENVIRONMENT_COLUMNS,
-    RESPONSE_PARAMETERS,
-    EnvironmentFunctionError,
-    load_environment_function,
-)
-from flowrl.rewards.reward_function import required_parameters
 from flowrl.run.datasets.reward_columns import check_columns, columns_of_all_rows
 from flowrl.run.datasets.tokenized_data import (
     Concatenated,
@@ -45,14 +38,14 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
     tokenizer, or if no column provides a reward function's parameter that has a default.
     """
     tokenizer = _read_checked_tokenizer(config)
-    reward, environment = config.reward_settings, config.rollout.environment
+    reward = config.reward_settings
     training = () if reward is None else reward.training_components
     train = read_stream(
         config.data.training_files,
         config.data,
         tokenizer,
         seed=config.seed,
-        needs=(*columns_of_all_rows(training), *_environment_columns(environment)),
+        needs=columns_of_all_rows(training),
         order=config.data.order,
         difficulty=config.data.difficulty,
         samples=config.samples_per_prompt,
@@ -72,7 +65,7 @@ def read_held_out(config: RolloutRunConfig) -> dict[str, Batch]:
 def _read_sets(config: RolloutRunConfig, tokenizer: ChatTokenizer) -> dict[str, Batch]:
     reward = config.reward_settings
     evaluation = () if reward is None else reward.evaluation_components
-    needs = (*columns_of_all_rows(evaluation), *_environment_columns(config.rollout.environment))
+    needs = columns_of_all_rows(evaluation)
     held_out: dict[str, Batch] = {}
     for name, files in config.data.evaluation_files.items():
         prompts = read_stream(files, config.data, tokenizer, seed=config.seed, needs=needs)
@@ -103,24 +96,6 @@ def _read_checked_tokenizer(config: RolloutRunConfig) -> ChatTokenizer:
     max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     check_context(tokenizer, max_tokens, "data.max_prompt_tokens + rollout.max_response_tokens")
     return tokenizer
-
-
-def _environment_columns(function: str | None) -> tuple[str, ...]:
-    """Returns the dataset columns that an environment function requires, and none if `function` is None.
-
-    Raises EnvironmentFunctionError if the function requires a column that it cannot receive.
-    """
-    if function is None:
-        return ()
-    available = (*RESPONSE_PARAMETERS, *ENVIRONMENT_COLUMNS)
-    required = required_parameters(load_environment_function(function))
-    for name in required:
-        if name in RESERVED_COLUMNS and name not in available:
-            raise EnvironmentFunctionError(
-                f"environment function {function} requires {name}, which an environment does not receive: use "
-                f"{', '.join(available)}, or columns of the dataset"
-            )
-    return tuple(name for name in required if name not in (*RESPONSE_PARAMETERS, *RESERVED_COLUMNS))
 
 
 def _check_reward_tokenizer(role: str, reward: ScoringModelConfig) -> None:

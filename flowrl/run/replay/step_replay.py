@@ -20,7 +20,7 @@ from flowrl.config import CheckFailed, RunConfig, UserError
 from flowrl.data.console import make_console, round_pair
 from flowrl.data.folders.private_folder import create_folder
 from flowrl.report.value_diff import Tolerance, changed_values, first_difference
-from flowrl.rewards.row_scores import CALLS
+from flowrl.rewards.row_scorer import CALLS
 from flowrl.run.checks.file_checks import find_path_problems
 from flowrl.run.replay.call_log import TABLES
 from flowrl.run.replay.recording import Recording, StepResults, changed_sources, describe_machine

@@ -18,7 +18,7 @@ from flowrl.environments.base import ChatMessage, ModelResponse, Observation, co
 from recipes.quickstart import task
 from tests.chaos.user_code.misbehavior_kinds import HARMLESS, ZERO
 from tests.environments.episodes import OBSERVATIONS
-from tests.rewards.processes.misbehaving import ACTIONS
+from tests.user_code.misbehaving import ACTIONS
 
 ONE_IN = 8
 """Inverse share of the rows that are chosen, on average."""

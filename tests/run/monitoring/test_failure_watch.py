@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flowrl.data.batch.batch import Batch
-from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
+from flowrl.rewards.row_scorer import CALLS, FAILED, RewardCall
 from flowrl.run.monitoring.failure_watch import FailureWatch
 from flowrl.schedules.rewards import FailedFraction, reward_metrics
 from recipes.grpo.config import GRPOConfig
