@@ -1,7 +1,8 @@
 """Pure functions on padded tensors with explicit masks: advantages, policy and preference losses, KL, corrections.
 
-`flowrl.algorithms.registry` maps names in settings to these functions. The functions take no config object, write no
-logs and do not move tensors between devices.
+`flowrl.algorithms.registry` maps names in settings to these functions: a function is declared by its decorator, and
+the settings read its parameters and docstring. The exports below are for programs; settings can name a function without
+an export. The functions take no config object, write no logs and do not move tensors between devices.
 May import `flowrl.data`. Only the registry may also import `flowrl.config`.
 """
 
@@ -58,7 +59,7 @@ from flowrl.algorithms.losses.covariance_losses import (
 from flowrl.algorithms.losses.distillation import sampled_reverse_kl_loss, topk_forward_kl_loss
 from flowrl.algorithms.losses.policy_losses import clipped_policy_loss, decoupled_policy_loss, sapo_loss
 from flowrl.algorithms.losses.ptx import PtxForm, ptx_weights
-from flowrl.algorithms.losses.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
+from flowrl.algorithms.losses.score_losses import cispo_loss, dppo_kl_loss, dppo_tv_loss, gpg_loss, reinforce_loss
 from flowrl.algorithms.losses.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
 from flowrl.algorithms.losses.value_loss import clipped_value_loss, explained_variance
 from flowrl.algorithms.masking import (
@@ -74,8 +75,6 @@ from flowrl.algorithms.preference.pairwise import (
     SequenceMode,
     cpo_loss,
     dpo_loss,
-    log_exp_loss,
-    log_sig_loss,
     orpo_loss,
     pairwise_reward_loss,
     sequence_logprobs,
@@ -87,7 +86,6 @@ __all__ = [
     "AggregationMode",
     "Correlation",
     "CovarianceKl",
-    "Divergence",
     "DpoKind",
     "FixedKlControl",
     "KlControl",
@@ -110,7 +108,8 @@ __all__ = [
     "cpo_loss",
     "decoupled_policy_loss",
     "dpo_loss",
-    "dppo_loss",
+    "dppo_kl_loss",
+    "dppo_tv_loss",
     "explained_variance",
     "gae",
     "gdpo",
@@ -128,8 +127,6 @@ __all__ = [
     "kto_reference_kl",
     "last_masked",
     "length_penalty",
-    "log_exp_loss",
-    "log_sig_loss",
     "logprobs_and_entropy_from_hidden",
     "logprobs_from_hidden",
     "masked_mean",

@@ -1,20 +1,12 @@
 """Settings of each role: its model, its engine, and its processing of a batch."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.algorithm.distillation_loss import AnyDistillation, SampledReverseKlLoss
-from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PpoLoss
-from flowrl.config.algorithm.preference import AnyPreference, AnyRewardModelLoss, DpoLoss, PairwiseRewardLoss
+from flowrl.config.algorithm.loss_settings import AnyDistillation, AnyPolicyLoss, AnyPreference, AnyRewardModelLoss
 from flowrl.config.base import (
     Aggregation,
     Config,
@@ -24,6 +16,7 @@ from flowrl.config.base import (
     KlKind,
     Options,
     TokenIds,
+    parse,
 )
 from flowrl.config.engines.rollout_capabilities import EngineCapabilities
 from flowrl.config.engines.rollout_engines import (
@@ -179,7 +172,7 @@ class ActorConfig(TrainedConfig):
     rollout.temperature.
     """
 
-    loss: AnyPolicyLoss = PpoLoss()
+    loss: AnyPolicyLoss = Field(default_factory=partial(parse, AnyPolicyLoss, "ppo"))
     """Policy loss: a name, or a mapping with its kind and its settings."""
 
     old_logprobs: Literal["auto", "current", "rollout", "recompute"] = "auto"
@@ -268,7 +261,7 @@ class CriticConfig(TrainedConfig):
 class PreferenceActorConfig(TrainedConfig):
     """The policy that is trained on preferences, and its loss."""
 
-    loss: AnyPreference = DpoLoss()
+    loss: AnyPreference = Field(default_factory=partial(parse, AnyPreference, "dpo"))
     """Preference loss: a name, or a mapping with its kind and its settings."""
 
 
@@ -278,7 +271,7 @@ class StudentConfig(TrainedConfig):
     temperature: PositiveFloat | None = None
     """Divisor of the logits before the log-softmax. Null uses rollout.temperature."""
 
-    loss: AnyDistillation = SampledReverseKlLoss()
+    loss: AnyDistillation = Field(default_factory=partial(parse, AnyDistillation, "sampled_reverse_kl"))
     """Distillation loss: a name, or a mapping with its kind and its settings."""
 
 
@@ -295,7 +288,7 @@ class RewardModelConfig(TrainedConfig):
     head_seed: NonNegativeInt = 0
     """Seed of a random head."""
 
-    loss: AnyRewardModelLoss = PairwiseRewardLoss()
+    loss: AnyRewardModelLoss = Field(default_factory=partial(parse, AnyRewardModelLoss, "log_sig"))
     """Loss: a name, or a mapping with its kind and its settings."""
 
     DEPENDENCIES = (RANDOM_HEAD,)

@@ -215,7 +215,7 @@ class _StepEstimator:
     def num_rows(self) -> int:
         """Sequences of a step. A pair has two."""
         is_paired = any(
-            isinstance(value, RewardModelConfig) or (isinstance(value, PreferenceActorConfig) and value.loss.IS_PAIRED)
+            isinstance(value, RewardModelConfig) or (isinstance(value, PreferenceActorConfig) and value.loss.is_paired)
             for value in self._settings.values()
         )
         return self._config.batch_size * (2 if is_paired else 1)

@@ -42,15 +42,15 @@ CASES: dict[str, Case] = {
     "reinforce": Case(algorithms.reinforce_loss),
     "gpg": Case(algorithms.gpg_loss),
     "cispo": Case(algorithms.cispo_loss, {"clip_low": 0.3, "clip_high": 0.4}),
-    "dppo_tv": Case(algorithms.dppo_loss, {"divergence": "tv", "delta_low": 0.1, "delta_high": 0.15}, continuous=False),
+    "dppo_tv": Case(algorithms.dppo_tv_loss, {"delta_low": 0.1, "delta_high": 0.15}, continuous=False),
     "dppo_kl": Case(
-        algorithms.dppo_loss,
-        {"divergence": "kl", "delta_low": 0.05, "delta_high": 0.06, "max_ratio": 2.0},
+        algorithms.dppo_kl_loss,
+        {"delta_low": 0.05, "delta_high": 0.06, "max_ratio": 2.0},
         continuous=False,
     ),
     "clip_cov": Case(algorithms.clip_cov_loss, CLIPS, ("selected",)),
-    "kl_cov": Case(algorithms.kl_cov_loss, {"kl_coef": 0.5}, ("selected",)),
-    "kl_cov_k3": Case(algorithms.kl_cov_loss, {"kl_coef": 0.5, "kl_kind": "k3"}, ("selected",)),
+    "kl_cov": Case(algorithms.kl_cov_loss, {"cov_kl_coef": 0.5}, ("selected",)),
+    "kl_cov_k3": Case(algorithms.kl_cov_loss, {"cov_kl_coef": 0.5, "cov_kl_kind": "k3"}, ("selected",)),
 }
 
 STOPPED_GRADIENT = {"gspo_token", "cispo", "dppo_tv", "dppo_kl"}

@@ -105,7 +105,11 @@ def test_every_member_is_read_back_from_its_yaml(field: str, name: str, tmp_path
         ("loss", {"kind": "reinforce", "clip_low": 0.1}, ["loss.clip_low", "ppo", "gspo", "reinforce", "loss.kind"]),
         ("loss", {"kind": "cispo", "dual_clip": 3.0}, ["loss.dual_clip", "ppo, decoupled_ppo", "cispo"]),
         ("loss", {"options": {"a": 1}}, ["loss.options", CUSTOM, "ppo"]),
-        ("advantage", {"estimator": "grpo", "kl_coef": 0.1}, ["advantage.kl_coef", "gae, rloo", "grpo"]),
+        (
+            "advantage",
+            {"estimator": "grpo", "kl_coef": 0.1},
+            ["advantage.kl_coef", "gae, reinforce_plus_plus", "rloo", "grpo"],
+        ),
         ("correction", {"kind": "truncated", "high": 1.0}, ["correction.high", "rejection", "truncated"]),
         ("shaping", {"kind": "clip_rewards", "low": 0.0, "buffer": 4}, ["shaping.buffer", "overlong_penalty"]),
         ("preference", {"kind": "ipo", "label_smoothing": 0.1}, ["preference.label_smoothing", "dpo", "ipo"]),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flowrl.config import AdvantageConfig, ConfigError, OnPolicyConfig, UserError
-from flowrl.config.algorithm.advantage import CustomAdvantage, RlooAdvantage
 from flowrl.data.batch.batch import Batch
 from flowrl.run.advantages import Advantages
 from flowrl.run.checks.config_checks import check_functions
@@ -36,18 +35,18 @@ def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **
 
 
 def test_an_estimator_gets_its_inputs_by_name_and_its_options() -> None:
-    config = CustomAdvantage(estimator=f"{OWN}:sign", options={"bar": 2.0})
+    config = AdvantageConfig.select(f"{OWN}:sign", options={"bar": 2.0})
     assert compute(batch(), config).get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
 
 
 def test_an_estimator_that_reads_values_gives_returns() -> None:
-    result = compute(batch(values=[0.5] * 6), CustomAdvantage(estimator=f"{OWN}:with_critic"))
+    result = compute(batch(values=[0.5] * 6), AdvantageConfig.select(f"{OWN}:with_critic"))
     assert result.get("advantages").tolist() == [0, -0.5, 0.5, 0, 0, 2.5]
     assert result.get("returns").tolist() == [0, 0, 1, 0, 0, 3]
 
 
 def test_a_user_defined_kl_estimate_shapes_the_rewards() -> None:
-    config = RlooAdvantage(kl_coef=0.5, kl_kind=f"{OWN}:squared")
+    config = AdvantageConfig.select("rloo", kl_coef=0.5, kl_kind=f"{OWN}:squared")
     result = compute(batch(old_logprobs=[9.0, -1, -2, 9, 9, -1], ref_logprobs=[0.0, -3, -2, 0, 0, -1]), config)
     # The penalty is 0.5 * 4 on the first token of row 0; its score is -1 then, and that of row 1 is 3.
     assert result.get("token_rewards").tolist() == [0, -2, 1, 0, 0, 3]
@@ -56,7 +55,7 @@ def test_a_user_defined_kl_estimate_shapes_the_rewards() -> None:
 
 def test_a_result_of_another_shape_is_an_error() -> None:
     with pytest.raises(UserError, match=rf"algorithm\.estimator {OWN}:rows_only"):
-        compute(batch(), CustomAdvantage(estimator=f"{OWN}:rows_only")).get("advantages")
+        compute(batch(), AdvantageConfig.select(f"{OWN}:rows_only")).get("advantages")
 
 
 @pytest.mark.parametrize(

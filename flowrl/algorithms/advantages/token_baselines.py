@@ -8,8 +8,10 @@ from torch import Tensor
 
 from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index, group_sums
 from flowrl.algorithms.masking import at_least_float32, masked_rows, masked_tokens
+from flowrl.algorithms.registry import advantage_estimators
 
 
+@advantage_estimators.register("optimal_token_baseline", kl_penalty=True)
 @torch.no_grad()
 def optimal_token_baseline(
     rewards: Tensor,
@@ -17,7 +19,6 @@ def optimal_token_baseline(
     logprobs: Tensor,
     sum_squared_probs: Tensor,
     mask: Tensor,
-    *,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
     """Returns future rewards minus a baseline: their group mean at the same step, weighted by gradient norms.
