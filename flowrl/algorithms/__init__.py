@@ -59,7 +59,7 @@ from flowrl.algorithms.losses.covariance_losses import (
 from flowrl.algorithms.losses.distillation import sampled_reverse_kl_loss, topk_forward_kl_loss
 from flowrl.algorithms.losses.policy_losses import clipped_policy_loss, decoupled_policy_loss, sapo_loss
 from flowrl.algorithms.losses.ptx import PtxForm, ptx_weights
-from flowrl.algorithms.losses.score_losses import cispo_loss, dppo_kl_loss, dppo_tv_loss, gpg_loss, reinforce_loss
+from flowrl.algorithms.losses.score_losses import Divergence, cispo_loss, dppo_loss, gpg_loss, reinforce_loss
 from flowrl.algorithms.losses.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
 from flowrl.algorithms.losses.value_loss import clipped_value_loss, explained_variance
 from flowrl.algorithms.masking import (
@@ -86,6 +86,7 @@ __all__ = [
     "AggregationMode",
     "Correlation",
     "CovarianceKl",
+    "Divergence",
     "DpoKind",
     "FixedKlControl",
     "KlControl",
@@ -108,8 +109,7 @@ __all__ = [
     "cpo_loss",
     "decoupled_policy_loss",
     "dpo_loss",
-    "dppo_kl_loss",
-    "dppo_tv_loss",
+    "dppo_loss",
     "explained_variance",
     "gae",
     "gdpo",

@@ -118,6 +118,7 @@ class Registry(Generic[C]):
         self.kind, self.required, self.optional, self._computed = kind, required, optional, computed
         self._settings, self._variants = settings, variants
         self._registered: dict[str, Callable[..., Any]] = {}
+        self._bound: dict[str, Callable[..., Any]] = {}
         self._prepare: dict[Callable[..., Any], Mapping[str, Callable[..., Any]]] = {}
         self._checks: dict[Callable[..., Any], tuple[Callable[..., None], ...]] = {}
 
@@ -141,6 +142,8 @@ class Registry(Generic[C]):
         *,
         prepare: Mapping[str, Callable[..., Any]] | None = None,
         checks: tuple[Callable[..., None], ...] = (),
+        bind: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
         kl_penalty: bool = False,
         returns_mask: bool = False,
     ) -> Callable[[F], F]:
@@ -152,6 +155,8 @@ class Registry(Generic[C]):
                 further settings.
             checks: functions of settings that raise ValueError. In flowrl, they may also read `samples_per_prompt`,
                 `batch_size` and `max_response_tokens`, and use nothing but their parameters.
+            bind: keyword arguments under this name, which are not settings.
+            defaults: of a function of flowrl, defaults of settings under this name, if they differ from the function's.
             kl_penalty: of an estimator of flowrl, whether it has the settings of a KL penalty in the rewards.
             returns_mask: of a correction of flowrl, whether it returns a mask instead of weights.
 
@@ -170,6 +175,7 @@ class Registry(Generic[C]):
                 raise RegistryError(f"{self.kind} {name} already exists: choose a different name")
             self._check_signature(function, name, prepare or {})
             self._registered[name] = function
+            self._bound[name] = functools.partial(function, **bind) if bind else function
             self._prepare[function], self._checks[function] = prepare or {}, checks
             return function
 
@@ -189,7 +195,7 @@ class Registry(Generic[C]):
             imported = importlib.import_module(module)  # runs the decorators
             if self._variants is not None:
                 return functools.partial(getattr(imported, function), **{self._variants[1]: name})
-        return self._registered[name]
+        return self._bound[name]
 
     def check(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         """Raises RegistryError unless the function exists, accepts `settings`, and has no other required setting."""
@@ -205,7 +211,7 @@ class Registry(Generic[C]):
             if parameter.default is parameter.empty and setting not in settings:
                 raise RegistryError(f"{self.kind} {name} requires the setting {setting}")
         values = {setting: parameter.default for setting, parameter in parameters.items()} | dict(settings)
-        for check in self._checks.get(function, ()):
+        for check in self._checks.get(_unbound(function), ()):
             try:
                 call(check, values, {})
             except ValueError as error:
@@ -217,7 +223,7 @@ class Registry(Generic[C]):
 
     def prepared(self, function: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
         """Returns input -> function that computes it from the whole batch of a step."""
-        return self._prepare.get(function, {})
+        return self._prepare.get(_unbound(function), {})
 
     def parameters(self, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         """Returns the settings of a function, and of the functions that prepare its inputs."""
@@ -259,8 +265,8 @@ class Registry(Generic[C]):
         except ImportNameError as error:
             if isinstance(error.__cause__, RegistryError):
                 raise error.__cause__ from None
-            function = self._registered.get(attribute)  # Importing the module runs its decorators.
-            if function is None or function.__module__ != imported_module_name(name):
+            function = self._bound.get(attribute)  # Importing the module runs its decorators.
+            if function is None or self._registered[attribute].__module__ != imported_module_name(name):
                 raise RegistryError(f"{self.kind}: {error}") from error
         self._check_signature(function, name, self.prepared(function))
         return function
@@ -288,6 +294,10 @@ def call(function: Callable[..., Any], inputs: Mapping[str, Any], settings: Mapp
 
 def _is_function(value: object) -> bool:
     return inspect.isroutine(value) or inspect.isclass(value)
+
+
+def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.func if isinstance(function, functools.partial) else function
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, inspect.Parameter]]:

@@ -42,10 +42,10 @@ CASES: dict[str, Case] = {
     "reinforce": Case(algorithms.reinforce_loss),
     "gpg": Case(algorithms.gpg_loss),
     "cispo": Case(algorithms.cispo_loss, {"clip_low": 0.3, "clip_high": 0.4}),
-    "dppo_tv": Case(algorithms.dppo_tv_loss, {"delta_low": 0.1, "delta_high": 0.15}, continuous=False),
+    "dppo_tv": Case(algorithms.dppo_loss, {"divergence": "tv", "delta_low": 0.1, "delta_high": 0.15}, continuous=False),
     "dppo_kl": Case(
-        algorithms.dppo_kl_loss,
-        {"delta_low": 0.05, "delta_high": 0.06, "max_ratio": 2.0},
+        algorithms.dppo_loss,
+        {"divergence": "kl", "delta_low": 0.05, "delta_high": 0.06, "max_ratio": 2.0},
         continuous=False,
     ),
     "clip_cov": Case(algorithms.clip_cov_loss, CLIPS, ("selected",)),

@@ -26,7 +26,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gmpo": (partial(a.gmpo_loss, *POLICY), CLIPS),
     "cispo": (partial(a.cispo_loss, *POLICY), CLIPS),
     "dppo": (
-        partial(a.dppo_tv_loss, *POLICY),
+        partial(a.dppo_loss, *POLICY, divergence="tv"),
         {"delta_low": 0.1, "delta_high": 0.1, "max_ratio": 2.0},
     ),
     "clip_cov": (partial(a.clip_cov_loss, *POLICY, selected=MASK), CLIPS),

@@ -12,7 +12,7 @@ from flowrl.algorithms import (
     RatioLevel,
     RejectionLevel,
     RewardMoments,
-    dppo_kl_loss,
+    dppo_loss,
     explained_variance,
     gae,
     kto_loss,
@@ -147,7 +147,7 @@ def test_an_energy_that_rounding_makes_negative_counts_as_zero():
 def test_a_binary_divergence_is_never_negative():
     old = -torch.rand(1, 4096, generator=torch.Generator().manual_seed(0))
     new, ones = old * (1 + 1e-6), torch.ones(1, 4096)
-    metrics = dppo_kl_loss(new, old, ones, every(1, 4096), delta_low=1.0, delta_high=1.0)[1]
+    metrics = dppo_loss(new, old, ones, every(1, 4096), divergence="kl", delta_low=1.0, delta_high=1.0)[1]
     assert (metrics["divergence"] >= 0).all()
 
 

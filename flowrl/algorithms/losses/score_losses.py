@@ -87,6 +87,8 @@ def cispo_loss(
     return loss_BT, metrics | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 
+@policy_losses.register("dppo_tv", bind={"divergence": "tv"})
+@policy_losses.register("dppo_kl", bind={"divergence": "kl"}, defaults={"delta_low": 0.05, "delta_high": 0.05})
 def dppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -94,9 +96,9 @@ def dppo_loss(
     mask: Tensor,
     *,
     divergence: Divergence,
-    delta_low: float,
-    delta_high: float,
-    max_ratio: float | None = None,
+    delta_low: NonNegativeFloat = 0.15,
+    delta_high: NonNegativeFloat = 0.15,
+    max_ratio: PositiveFloat | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the DPPO loss: REINFORCE with a trust region on the divergence per token, not on the ratio.
 
@@ -142,60 +144,6 @@ def dppo_loss(
         "divergence": divergence_BT.masked_fill(~mask, 0),
     }
     return loss_BT, metrics | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
-
-
-@policy_losses.register("dppo_tv")
-def dppo_tv_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    delta_low: NonNegativeFloat = 0.15,
-    delta_high: NonNegativeFloat = 0.15,
-    max_ratio: PositiveFloat | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the DPPO loss with the total variation distance: the absolute difference of the probabilities.
-
-    Args (`dppo_loss` describes all of them):
-    """
-    return dppo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        divergence="tv",
-        delta_low=delta_low,
-        delta_high=delta_high,
-        max_ratio=max_ratio,
-    )
-
-
-@policy_losses.register("dppo_kl")
-def dppo_kl_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    delta_low: NonNegativeFloat = 0.05,
-    delta_high: NonNegativeFloat = 0.05,
-    max_ratio: PositiveFloat | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the DPPO loss with the binary KL divergence in nats.
-
-    Args (`dppo_loss` describes all of them):
-    """
-    return dppo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        divergence="kl",
-        delta_low=delta_low,
-        delta_high=delta_high,
-        max_ratio=max_ratio,
-    )
 
 
 def _binary_divergence(logprobs_BT: Tensor, old_logprobs_BT: Tensor, divergence: Divergence) -> Tensor:

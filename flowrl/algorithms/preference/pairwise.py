@@ -19,7 +19,6 @@ from torch.nn.functional import logsigmoid
 
 from flowrl.algorithms.masking import at_least_float32, masked_tokens
 from flowrl.algorithms.registry import (
-    Constant,
     LabelSmoothing,
     NonNegativeFloat,
     PositiveFloat,
@@ -83,7 +82,9 @@ def pairwise_reward_loss(
     return -logsigmoid(chosen_P - rejected_P - margin_P), _pair_metrics(chosen_P, rejected_P)
 
 
-@preference_losses.register("dpo")
+@preference_losses.register("dpo", bind={"kind": "sigmoid"})
+@preference_losses.register("dpo_hinge", bind={"kind": "hinge", "label_smoothing": 0.0})
+@preference_losses.register("ipo", bind={"kind": "ipo", "label_smoothing": 0.0})
 def dpo_loss(
     chosen_logprobs: Tensor,
     rejected_logprobs: Tensor,
@@ -91,12 +92,11 @@ def dpo_loss(
     ref_rejected_logprobs: Tensor,
     *,
     beta: PositiveFloat = 0.1,
-    kind: Constant[DpoKind] = "sigmoid",
+    kind: DpoKind = "sigmoid",
     label_smoothing: LabelSmoothing = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of direct preference optimization (DPO).
+    """Returns the loss of direct preference optimization (DPO), or a variant with a different link: hinge or IPO.
 
-    The kinds hinge and ipo have a different link function.
     With h = (chosen - ref_chosen) - (rejected - ref_rejected) and s = label_smoothing:
 
         sigmoid  -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)
@@ -133,40 +133,6 @@ def dpo_loss(
     else:
         loss_P = (difference_P - 1 / (2 * beta)).square()
     return loss_P, _pair_metrics(beta * chosen_ratio_P, beta * rejected_ratio_P)
-
-
-@preference_losses.register("dpo_hinge")
-def dpo_hinge_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: PositiveFloat = 0.1,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the DPO loss with a hinge: max(0, 1 - beta h), with h of `dpo_loss`.
-
-    Args (`dpo_loss` describes all of them):
-    """
-    references = ref_chosen_logprobs, ref_rejected_logprobs
-    return dpo_loss(chosen_logprobs, rejected_logprobs, *references, beta=beta, kind="hinge")
-
-
-@preference_losses.register("ipo")
-def ipo_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: PositiveFloat = 0.1,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the IPO loss: (h - 1 / (2 beta))^2, with h of `dpo_loss`.
-
-    Args (`dpo_loss` describes all of them):
-    """
-    references = ref_chosen_logprobs, ref_rejected_logprobs
-    return dpo_loss(chosen_logprobs, rejected_logprobs, *references, beta=beta, kind="ipo")
 
 
 @preference_losses.register("simpo")

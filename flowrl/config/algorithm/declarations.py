@@ -13,7 +13,7 @@ import builtins
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,12 @@ class _Module:
         entries = zip(prepare.keys, prepare.values, strict=True) if isinstance(prepare, ast.Dict) else ()
         prepared = {ast.literal_eval(key): self._function(value) for key, value in entries if key is not None}
         settings = {name: setting for each in (*prepared.values(), function) for name, setting in self._settings(each)}
+        bound, defaults = (ast.literal_eval(given.pop(key, ast.Dict([], []))) for key in ("bind", "defaults"))
+        settings = {
+            key: replace(setting, default=defaults.get(key, setting.default))
+            for key, setting in settings.items()
+            if key not in bound
+        }
         inputs = {name: needed for each in (function, *prepared.values()) for name, needed in _inputs(each)}
         return Declaration(
             name,

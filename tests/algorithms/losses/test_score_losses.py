@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import cispo_loss, gpg_loss, reinforce_loss
-from flowrl.algorithms.losses.score_losses import dppo_loss
+from flowrl.algorithms import cispo_loss, dppo_loss, gpg_loss, reinforce_loss
 from tests.algorithms.policy_cases import columns
 
 OLD_PROBS = [0.5, 0.5, 0.01, 0.9]
