@@ -20,11 +20,10 @@ class GRPOConfig(OnPolicyConfig):
         estimator = self.algorithm.estimator
         if estimator == "gae":
             raise ValueError("algorithm.estimator is gae, which needs a critic: set grpo, or use recipes.ppo")
-        extra = {"greedy_scores", "sum_squared_probs"}.intersection(self.algorithm.inputs)
-        if extra:
+        if "greedy_scores" in self.algorithm.inputs and self.schedule.staleness > 0:
             raise ValueError(
-                f"algorithm.estimator is {estimator}, which reads the column {extra.pop()}, but this recipe does not "
-                f"compute it: set grpo, or write a recipe that stores that column"
+                f"algorithm.estimator is {estimator}, which compares responses with a greedy response of the same "
+                f"weights, but schedule.kind is {self.schedule.kind}: set sync, or another estimator"
             )
         if self.algorithm.is_grouped and self.samples_per_prompt < 2:
             raise ValueError("samples_per_prompt is 1, so every advantage would be 0: set it to at least 2")

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
         name: ({"estimator": name}, {})
         for name in members_of(AnyAdvantage)
-        if name not in ("gae", "remax", "optimal_token_baseline", CUSTOM)
+        if name not in ("gae", CUSTOM)
     },
     **{f"loss {name}": ({"estimator": "grpo"}, {"loss": name}) for name in members_of(AnyPolicyLoss) if name != CUSTOM},
     "loss clip_cov that selects": (
@@ -114,6 +114,8 @@ def rollouts(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bat
         batch = batch.union(reward.score(batch))
         batch["old_logprobs"] = actor.logprobs(batch)
         batch["ref_logprobs"] = reference.logprobs(batch)
+        batch["sum_squared_probs"] = actor.sum_squared_probs(batch)
+        batch["greedy_scores"] = batch.select("scores")
         return Batch.of_payload(batch.payload(*batch.columns))
 
 

@@ -11,6 +11,25 @@ from flowrl.algorithms.masking import at_least_float32, masked_rows, masked_toke
 from flowrl.algorithms.registry import advantage_estimators
 
 
+@torch.no_grad()
+def sum_squared_probs(logprobs: Tensor, sharp_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Returns the sum over the vocabulary of the squared probabilities of each token's distribution.
+
+    With logits z, p = softmax(z) and p' = softmax(2 z), the sum needs only the log-probabilities of one token:
+
+        p'_v = p_v^2 / sum_u p_u^2        sum_u p_u^2 = exp(2 log p_v - log p'_v)
+
+    Args:
+        logprobs: [B, T], log p of the sampled tokens.
+        sharp_logprobs: [B, T], log p' of the same tokens: their log-probabilities at half of the temperature.
+        mask: bool [B, T].
+    Returns: [B, T] in at least float32, in (0, 1], and 0 where the mask is false.
+    Raises: ValueError for mismatched shapes, or a mask that is not bool.
+    """
+    logprobs_BT, sharp_BT = masked_tokens(mask, logprobs=logprobs, sharp_logprobs=sharp_logprobs)
+    return (2 * logprobs_BT - sharp_BT).clamp(max=0).exp().masked_fill(~mask, 0)
+
+
 @advantage_estimators.register("optimal_token_baseline", kl_penalty=True)
 @torch.no_grad()
 def optimal_token_baseline(
