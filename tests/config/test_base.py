@@ -154,6 +154,21 @@ def test_a_kl_gradient_of_a_custom_kl_is_rejected() -> None:
         ActorConfig.model_validate(MODEL | {"kl_loss_kind": "m:f", "kl_loss_gradient": "k2"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"kl_loss_gradient": "k2"}, r"kl_loss_unbiased.*kl_loss_gradient is k2"),
+        ({"kl_loss_kind": "k2"}, r"kl_loss_unbiased.*kl_loss_kind is k2"),
+        ({"kl_loss_kind": "abs"}, r"kl_loss_unbiased.*kl_loss_kind is abs"),
+    ],
+)
+def test_an_unbiased_kl_loss_that_would_be_biased_is_rejected(settings: dict[str, str], pattern: str) -> None:
+    unbiased = MODEL | {"kl_loss_coef": 0.1, "kl_loss_unbiased": True}
+    with pytest.raises(ValidationError, match=pattern):
+        ActorConfig.model_validate(unbiased | settings)
+    assert ActorConfig.model_validate(unbiased | {"kl_loss_kind": "k1"}).kl_loss_unbiased
+
+
 @pytest.mark.parametrize("settings", [{"kl_loss_kind": "k1"}, {"kl_loss_gradient": "k1"}])
 def test_a_kl_loss_without_an_expected_gradient_is_rejected(settings: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match=r"(?s)kl_loss_gradient.*k2"):

@@ -234,6 +234,7 @@ def test_the_processes_of_a_reward_model_run_may_extract_answers() -> None:
         (RolloutLogConfig, {"every": 0, "token_rows": 2}, {"every": 5}, "token_rows"),
         (ActorConfig, TRAINED | {"kl_loss_kind": "k2"}, {"kl_loss_coef": 0.1}, "kl_loss_kind"),
         (ActorConfig, TRAINED | {"kl_loss_gradient": "k2"}, {"kl_loss_coef": 0.1}, "kl_loss_gradient"),
+        (ActorConfig, TRAINED | {"kl_loss_unbiased": True}, {"kl_loss_coef": 0.1}, "kl_loss_unbiased"),
         (AdvantageConfig.members()["gae"], {"kl_kind": "k2"}, {"kl_coef": 0.1}, "kl_kind"),
         (CriticConfig, TRAINED | {"head_seed": 3}, {"head": "fresh"}, "head_seed"),
         (RewardModelConfig, TRAINED | {"head": "from_model", "head_seed": 3}, {"head": "fresh"}, "head_seed"),

@@ -32,11 +32,7 @@ CLOCK |= {"wait_data_s", "wait_weights_s", "rewards/reward/seconds"}
 OWN_MODULE = "tests.algorithms.own_functions"
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{
-        name: ({"estimator": name}, {})
-        for name in members_of(AnyAdvantage)
-        if name not in ("gae", CUSTOM)
-    },
+    **{name: ({"estimator": name}, {}) for name in members_of(AnyAdvantage) if name not in ("gae", CUSTOM)},
     **{f"loss {name}": ({"estimator": "grpo"}, {"loss": name}) for name in members_of(AnyPolicyLoss) if name != CUSTOM},
     "loss clip_cov that selects": (
         {"estimator": "grpo"},
@@ -73,6 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "straight-through": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"}),
+    "unbiased KL": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_kind": "k1", "kl_loss_unbiased": True}),
 }
 FAST_CASES = ("grpo", "loss gspo", "loss kl_cov that selects", "truncated", "own", "shaping", "adaptive KL")
 

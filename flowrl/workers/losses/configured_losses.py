@@ -92,8 +92,14 @@ class _PolicyObjective(ConfiguredFunction[ActorConfig]):
         if config.entropy_coef:
             loss_BL = loss_BL - config.entropy_coef * entropy
         if self._kl_kind is not None:
-            gradient = config.kl_loss_gradient
-            kl_BL, _ = kl_loss(logprobs, columns["ref_logprobs"], mask, kind=self._kl_kind, gradient=gradient)
+            kl_BL, _ = kl_loss(
+                logprobs,
+                columns["ref_logprobs"],
+                mask,
+                kind=self._kl_kind,
+                gradient=config.kl_loss_gradient,
+                old_logprobs=inputs["old_logprobs"] if config.kl_loss_unbiased else None,
+            )
             kl_BL = per_token(kl_BL, mask, f"actor.kl_loss_kind {config.kl_loss_kind}")
             loss_BL = loss_BL + config.kl_loss_coef * kl_BL
             values["kl_loss"] = kl_BL
