@@ -260,7 +260,7 @@ def unknown_choice(setting: str, choice: object, members: Sequence[type[Member]]
 def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
     """Returns the error message for an unknown key, with the most likely fix."""
     name, word, group = dotted(key), str(key[-1]), dotted(key[:-1])
-    if (renamed := renamed_keys().get(name)) in setting_paths(cls):
+    if (renamed := renamed_keys().get(name)) is not None and renamed in setting_paths(cls):
         return f"{name} was renamed: set {renamed}"
     classes = walk(loc[:-1], cls, source.values)[1]
     members = select_members(walk(key[:-1], cls)[1])

@@ -9,6 +9,7 @@ from flowrl.config import AdvantageConfig, ConfigError, OnPolicyConfig, UserErro
 from flowrl.data.batch.batch import Batch
 from flowrl.run.advantages import Advantages
 from flowrl.run.checks.config_checks import check_functions
+from flowrl.workers.losses.configured_losses import policy_loss
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings, on_policy_settings
 
@@ -37,6 +38,32 @@ def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **
 def test_an_estimator_gets_its_inputs_by_name_and_its_options() -> None:
     config = AdvantageConfig.select(f"{OWN}:sign", options={"bar": 2.0})
     assert compute(batch(), config).get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
+
+
+def test_an_estimator_may_read_any_column_and_an_optional_one() -> None:
+    config = AdvantageConfig.select(f"{OWN}:with_bonus")
+    with pytest.raises(UserError, match=r"algorithm\.estimator .*with_bonus.*\bbonus\b"):
+        compute(batch(), config)
+    rows = batch().union(Batch.from_columns({"bonus": torch.tensor([0.5, 1.0])}))
+    assert compute(rows, config).get("advantages").tolist() == [0, 1.5, 1.5, 0, 0, 4]
+    rows = rows.union(Batch.from_columns({"malus": torch.tensor([1.0, 2.0])}))
+    assert compute(rows, config).get("advantages").tolist() == [0, 0.5, 0.5, 0, 0, 2]
+
+
+def test_a_loss_declares_a_column_that_is_computed_from_the_whole_batch() -> None:
+    settings = on_policy_settings(algorithm={"estimator": f"{OWN}:sign", "options": {"bar": 2.0}})
+    settings["reward"] = {"function": SCORE}
+    settings["actor"]["loss"] = {"kind": f"{OWN}:large_only", "options": {"bar": 0.5, "weight": 2.0}}
+    config = OnPolicyConfig.model_validate(settings)
+    check_functions(config)
+    result = Advantages(config).compute(batch())[0]
+    assert result.get("is_large").tolist() == [False, False, False, False, False, True]
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    columns = {name: result.get(name).view(2, 3) for name in ("advantages", "is_large")}
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    loss = policy_loss(config.actor).function(logprobs, torch.zeros(2, 3), mask, **columns)[0]
+    loss.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[0, 0, 0], [0, 0, -2]]
 
 
 def test_an_estimator_that_reads_values_gives_returns() -> None:
