@@ -105,7 +105,7 @@ class WeightedLoss:
 
 
 def test_an_unknown_name_lists_available_names_and_the_nearest() -> None:
-    with pytest.raises(RegistryError, match=r"'gsop'.*gspo.*kl_cov, ppo, .*dppo_kl"):
+    with pytest.raises(RegistryError, match=r"'gsop'.*gspo.*kl_cov.* ppo, .*dppo_kl"):
         policy_losses.load("gsop")
 
 
