@@ -52,6 +52,7 @@ from flowrl.config.algorithm.setting_types import ColumnNames
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
+from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, make_tensordict, pad_tokens, unpad_tokens
 from flowrl.data.metric import Max, Mean, Metric, Min, Sum
 from flowrl.workers.dialogs import TURN_REWARDS
@@ -184,9 +185,10 @@ def _value(result: Any) -> Any:  # Any: a value or a future
 
 def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple[list[str], list[str]]:
     """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one of them."""
-    setting, optional = f"algorithm.estimator {config.estimator}", ["loss_weights"]
     inputs = _inputs(advantage_estimators, config.estimator, config.arguments())
-    required = [name for name, is_required in inputs.items() if is_required]
+    # Only a correction adds `loss_weights`. Without it, all weights are 1.
+    required = [name for name, is_required in inputs.items() if is_required and name != "loss_weights"]
+    optional = [name for name in inputs if name not in required]
     if "scores" not in advantage_estimators.prepared(advantage_estimators.load(config.estimator)):
         required.append("scores")
     if config.shaping:  # shaped scores are an argument, not a column
@@ -198,18 +200,17 @@ def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple
     writes = ["token_rewards", "advantages"]
     writes += ["returns"] if "values" in inputs else []
     writes += ["shaped_scores"] if config.shaping else []
-    reads = _select(batch, ["response_mask", *required], setting)
+    reads = _select(batch, ["response_mask", *required], f"algorithm.estimator {config.estimator}")
     if config.applied_correction is not None:
         reads += _select(batch, ["old_logprobs", "rollout_logprobs"], "algorithm.correction")
         writes += ["loss_weights", "loss_mask"]
-    optional += [name for name, is_required in inputs.items() if not is_required]
     reads += [name for name in optional if name in batch and name not in writes]
     if config.mask_truncated:
         reads += _select(batch, ["truncated"], "algorithm.mask_truncated")
         writes.append("loss_mask")
     for name, prepare in policy_losses.prepared(policy_losses.load(actor.loss.kind)).items():
-        columns = [column for column in policy_losses.inputs(prepare) if column not in (*OWN_INPUTS, *writes)]
-        reads += _select(batch, columns, f"actor.loss {actor.loss.kind}")
+        columns = {n: needed for n, needed in policy_losses.inputs(prepare).items() if n not in (*OWN_INPUTS, *writes)}
+        reads += _select(batch, [n for n in columns if columns[n] or n in batch], f"actor.loss {actor.loss.kind}")
         writes.append(name)
     return list(dict.fromkeys(reads)), list(dict.fromkeys(writes))
 
@@ -219,10 +220,10 @@ def _inputs(registry: Registry[Any], name: str, settings: Mapping[str, Any]) -> 
     function = registry.load(name)
     prepared = registry.prepared(function)
     inputs = {n: needed for each in (function, *prepared.values()) for n, needed in registry.inputs(each).items()}
-    named = [key for key, p in registry.parameters(function).items() if p.annotation == ColumnNames]
-    columns = {
-        COLUMN_OF.get(n, n): needed for n, needed in inputs.items() if n not in (*OWN_INPUTS, *prepared, *settings)
-    }
+    parameters = registry.parameters(function)
+    own = (*OWN_INPUTS, *prepared, *parameters)
+    named = [key for key, parameter in parameters.items() if parameter.annotation == ColumnNames]
+    columns = {COLUMN_OF.get(n, n): needed for n, needed in inputs.items() if n not in own}
     return columns | {column: True for key in named for column in settings[key]}
 
 
@@ -230,9 +231,10 @@ def _select(batch: Batch, names: Sequence[str], setting: str) -> list[str]:
     """Returns the names without duplicates. Raises UserError, naming the setting, if the batch lacks a column."""
     for name in names:
         if name not in batch:
+            definition = f" ({FIELDS[name].meaning})" if name in FIELDS else ""
             raise UserError(
-                f"{setting} reads the column {name}, which the batch does not have: store it in the recipe before "
-                f"Advantages.compute, or change the setting"
+                f"{setting} reads the column {name}{definition}, which the batch does not have: store it in the "
+                f"recipe before Advantages.compute, or change the setting"
             )
     return list(dict.fromkeys(names))
 
