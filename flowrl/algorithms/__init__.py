@@ -1,7 +1,8 @@
 """Pure functions on padded tensors with explicit masks: advantages, policy and preference losses, KL, corrections.
 
-`flowrl.algorithms.registry` maps names in settings to these functions. The functions take no config object, write no
-logs and do not move tensors between devices.
+`flowrl.algorithms.registry` maps names in settings to these functions: a function is declared by its decorator, and
+the settings read its parameters and docstring. The exports below are for programs; settings can name a function without
+an export. The functions take no config object, write no logs and do not move tensors between devices.
 May import `flowrl.data`. Only the registry may also import `flowrl.config`.
 """
 
@@ -74,8 +75,6 @@ from flowrl.algorithms.preference.pairwise import (
     SequenceMode,
     cpo_loss,
     dpo_loss,
-    log_exp_loss,
-    log_sig_loss,
     orpo_loss,
     pairwise_reward_loss,
     sequence_logprobs,
@@ -128,8 +127,6 @@ __all__ = [
     "kto_reference_kl",
     "last_masked",
     "length_penalty",
-    "log_exp_loss",
-    "log_sig_loss",
     "logprobs_and_entropy_from_hidden",
     "logprobs_from_hidden",
     "masked_mean",

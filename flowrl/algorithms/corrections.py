@@ -25,21 +25,30 @@ from torch import Tensor
 
 from flowrl.algorithms.kl.kl_estimates import MAX_LOG_RATIO, KlKind, kl_estimate
 from flowrl.algorithms.masking import last_masked, masked_tokens, row_mean
+from flowrl.algorithms.registry import NonNegativeFloat, PositiveFloat, rollout_corrections
 from flowrl.data.metric import Max, Mean
 
 RatioLevel = Literal["token", "sequence", "geometric"]
 RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 
 
+def _check_order(min_weight: float, max_weight: float) -> None:
+    if min_weight > max_weight:
+        raise ValueError(f"min_weight is {min_weight:g}, above max_weight, {max_weight:g}: swap them")
+
+
+@rollout_corrections.register("truncated", checks=(_check_order,))
 @torch.no_grad()
 def truncated_weights(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor,
+    trained_mask: Tensor | None = None,
     *,
-    level: RatioLevel,
-    max_weight: float,
-    min_weight: float = 0.0,
+    level: RatioLevel = "token",
+    max_weight: PositiveFloat = 2.0,
+    min_weight: NonNegativeFloat = 0.0,
+    normalize: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns truncated importance ratios (TIS): ratios clipped to [min_weight, max_weight].
 
@@ -50,15 +59,20 @@ def truncated_weights(
         geometric  (prod_t rho_t)^(1 / tokens)        biased; comparable between lengths
 
     Args (the module docstring describes the others):
-        level: level of the ratio. A row's ratio is repeated at its tokens.
-        max_weight: > 0 and at least min_weight, usually 2 at level "token". Infinity disables the upper bound.
-        min_weight: >= 0. The papers have no lower bound (0).
-    Returns: a tuple (weights [B, T], metrics). NaN ratios have weight 0. Metrics:
+        trained_mask: bool [B, T], the tokens of the mask in the loss, over which normalize computes the mean. None: all
+            tokens of the mask.
+        level: Level of the ratio: of each token, of its sequence (product), or the geometric mean over its sequence.
+        max_weight: Upper bound of the ratio.
+        min_weight: Lower bound of the ratio.
+        normalize: Divide the weights by their mean over the trained tokens of the step, so that the weights do not
+            change the scale of the gradient.
+    Returns: a tuple (weights [B, T], metrics). A row's ratio is repeated at its tokens. NaN ratios have weight 0.
+        Metrics:
         ratio: ratio before clipping.
         truncated_fraction_low, truncated_fraction_high: 1 where the ratio is below or above the range.
 
-    Ionides 2008, https://doi.org/10.1198/106186008X320456. For engine mismatch: Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl. Geometric mean: Zheng et al. 2025 (GSPO),
+    Ionides 2008, https://doi.org/10.1198/106186008X320456. The papers have no lower bound (0). For engine mismatch: Yao
+    et al. 2025, https://fengyao.notion.site/off-policy-rl. Geometric mean: Zheng et al. 2025 (GSPO),
     https://arxiv.org/abs/2507.18071, eq. (7).
     """
     _check_bounds(min_weight, max_weight)
@@ -70,28 +84,29 @@ def truncated_weights(
         "truncated_fraction_low": low_BT.to(ratios_BT.dtype),
         "truncated_fraction_high": high_BT.to(ratios_BT.dtype),
     }
-    return ratios_BT.clamp(min_weight, max_weight).masked_fill(~mask | ratios_BT.isnan(), 0), metrics
+    weights_BT = ratios_BT.clamp(min_weight, max_weight).masked_fill(~mask | ratios_BT.isnan(), 0)
+    return _normalized(weights_BT, mask, trained_mask, level) if normalize else weights_BT, metrics
 
 
+@rollout_corrections.register("masked", checks=(_check_order,))
 @torch.no_grad()
 def masked_weights(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor,
+    trained_mask: Tensor | None = None,
     *,
-    level: RatioLevel,
-    max_weight: float,
-    min_weight: float = 0.0,
+    level: RatioLevel = "token",
+    max_weight: PositiveFloat = 2.0,
+    min_weight: NonNegativeFloat = 0.0,
+    normalize: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns masked importance ratios (MIS): the weight is 0 where the ratio is outside [min_weight, max_weight].
 
     Tokens of weight 0 still count in the denominator of the loss. `rejection_mask` can also remove tokens from the
     denominator.
 
-    Args (the module docstring describes the others):
-        level: level of the ratio, see `truncated_weights`.
-        max_weight: > 0 and at least min_weight.
-        min_weight: >= 0.
+    Args (`truncated_weights` describes all of them):
     Returns: a tuple (weights [B, T], metrics). NaN ratios have weight 0. Metrics:
         ratio: ratio before masking.
         masked_fraction_low, masked_fraction_high: 1 where the ratio is below or above the range.
@@ -108,19 +123,28 @@ def masked_weights(
         "masked_fraction_low": low_BT.to(ratios_BT.dtype),
         "masked_fraction_high": high_BT.to(ratios_BT.dtype),
     }
-    return ratios_BT.masked_fill(low_BT | high_BT | ratios_BT.isnan(), 0), metrics
+    weights_BT = ratios_BT.masked_fill(low_BT | high_BT | ratios_BT.isnan(), 0)
+    return _normalized(weights_BT, mask, trained_mask, level) if normalize else weights_BT, metrics
 
 
+def _check_thresholds(kl_kind: str, low: float | None, high: float) -> None:
+    if low is not None and kl_kind != "k1":
+        raise ValueError(f"low applies only to k1, because {kl_kind} is never negative: remove low, or set kl_kind: k1")
+    if low is not None and not low <= high:
+        raise ValueError(f"low is {low:g}, above high, {high:g}: swap them")
+
+
+@rollout_corrections.register("rejection", returns_mask=True, checks=(_check_thresholds,))
 @torch.no_grad()
 def rejection_mask(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor,
     *,
-    kind: KlKind,
-    level: RejectionLevel,
+    rejection_level: RejectionLevel = "sequence_mean",
+    kl_kind: KlKind = "k1",
     high: float,
-    low: float = -math.inf,
+    low: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a mask without the tokens or rows whose estimated KL to the sampling policy is out of bounds.
 
@@ -132,33 +156,36 @@ def rejection_mask(
         sequence_max   keeps a row if       each of its x_t is in [low, high]
 
     Args (the module docstring describes the others):
-        kind: estimator, see `kl_estimate`. k1 = -log rho_t is signed: high rejects tokens that became less likely.
-        level: one of the four rules above.
-        high: largest accepted value, in nats.
-        low: smallest accepted value, in nats. It has an effect only for k1, because other estimates are not negative.
+        rejection_level: Quantity that must be within [low, high]: each token's estimate, or the sum, mean or maximum
+            over a sequence.
+        kl_kind: KL estimator.
+        high: Upper bound of the estimate, in nats.
+        low: Lower bound of the estimate, in nats, only for k1; null disables it.
     Returns: a tuple (mask [B, T] of the kept tokens, metrics). Metrics:
         divergence: estimate for the token or row.
         rejected_fraction: 1 for rejected tokens.
 
-    The denominator of the loss may use the returned mask or the original mask. With the original mask, rejected tokens
-    count as tokens of zero loss.
+    k1 = -log rho_t is signed: high rejects tokens that became less likely. The denominator of the loss may use the
+    returned mask or the original mask. With the original mask, rejected tokens count as tokens of zero loss.
 
     sequence_mean with k1 bounds the geometric mean of the ratio to [exp(-high), exp(-low)]. sequence_max with k1
     rejects rows with a ratio below exp(-high): Liu et al. 2025, https://richardli.xyz/rl-collapse. The off-policy
     sequence masking of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1, is sequence_mean with k1 and the
     mask `kept | mask & (advantages >= 0)`.
     """
-    if level not in get_args(RejectionLevel):
-        raise ValueError(f"level is {level!r}, but must be one of {', '.join(get_args(RejectionLevel))}")
+    levels = get_args(RejectionLevel)
+    if rejection_level not in levels:
+        raise ValueError(f"rejection_level is {rejection_level!r}, but must be one of {', '.join(levels)}")
+    low = -math.inf if low is None else low
     if not low <= high:
         raise ValueError(f"low is {low} and high is {high} but low must not exceed high")
     logprobs_BT, rollout_logprobs_BT = masked_tokens(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    divergence_BT = kl_estimate(rollout_logprobs_BT, logprobs_BT, kind=kind)
-    if level in ("sequence_sum", "sequence_mean"):
-        divergence_BT = _row_sums(divergence_BT, mask, mean=level == "sequence_mean")
+    divergence_BT = kl_estimate(rollout_logprobs_BT, logprobs_BT, kind=kl_kind)
+    if rejection_level in ("sequence_sum", "sequence_mean"):
+        divergence_BT = _row_sums(divergence_BT, mask, mean=rejection_level == "sequence_mean")
     # NaN fails both comparisons.
     kept_BT = mask & (divergence_BT >= low) & (divergence_BT <= high)
-    if level == "sequence_max":
+    if rejection_level == "sequence_max":
         kept_BT = mask & (kept_BT | ~mask).all(-1, keepdim=True)
         # Padding with -inf, because the maximum of an empty row is undefined.
         padded_BT = torch.nn.functional.pad(divergence_BT.masked_fill(~mask, -math.inf), (0, 1), value=-math.inf)
@@ -239,6 +266,14 @@ def normalized_weights(weights: Tensor, mask: Tensor, *, mean: float) -> Tensor:
         raise ValueError(f"mean is {mean}, but must be 0 or more")
     (weights_BT,) = masked_tokens(mask, weights=weights)
     return weights_BT / (mean or 1.0)
+
+
+def _normalized(weights_BT: Tensor, mask: Tensor, trained_mask: Tensor | None, level: RatioLevel) -> Tensor:
+    """Returns the weights, divided by their mean over the trained tokens, if there are any."""
+    trained_BT = mask if trained_mask is None else trained_mask
+    if not bool(trained_BT.any()):
+        return weights_BT
+    return normalized_weights(weights_BT, mask, mean=weight_sums(weights_BT, trained_BT, level=level).mean())
 
 
 def _log_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:

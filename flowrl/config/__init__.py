@@ -1,25 +1,36 @@
 """All settings, as frozen pydantic models, and the YAML reader (`load`, `loading`).
 
 Recipe configs derive from `RunConfig`, `EpochConfig`, `RolloutRunConfig` or `OnPolicyConfig`. Every setting is a typed
-field with a docstring. Losses, estimators, corrections, shapings and schedules are discriminated unions with one class
-per choice. The names of the unions begin with `Any`. Field types for the settings of recipes: `FilePath`,
-`ImportName`, `TokenIds`, `Device`, `KlKind`, `Aggregation`, `Options`, and `OneOf` with `Member` for unions.
+field with a docstring. Schedules are a discriminated union with one class per choice. The settings of losses,
+estimators, corrections and shapings are generated from the functions of flowrl.algorithms
+(`flowrl.config.algorithm.declarations`). The names of the unions begin with `Any`. Field types for the settings of
+recipes: `FilePath`, `ImportName`, `TokenIds`, `Device`, `KlKind`, `Aggregation`, `Options`, and `OneOf` with `Member`
+for unions.
 
 May import nothing else of flowrl, and neither torch nor Ray.
 """
 
-from flowrl.config.algorithm.advantage import AdvantageConfig, AnyAdvantage
-from flowrl.config.algorithm.correction import AnyCorrection, CorrectionConfig
-from flowrl.config.algorithm.distillation_loss import AnyDistillation, DistillationLossConfig
-from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PolicyLossConfig
-from flowrl.config.algorithm.preference import (
+from flowrl.config.algorithm.advantage import (
+    AdvantageConfig,
+    AnyAdvantage,
+    AnyCorrection,
+    AnyKlControl,
+    AnyShaping,
+    CorrectionConfig,
+    KlControlConfig,
+    ShapingConfig,
+)
+from flowrl.config.algorithm.loss_settings import (
+    AnyDistillation,
+    AnyPolicyLoss,
     AnyPreference,
     AnyRewardModelLoss,
+    DistillationLossConfig,
+    PolicyLossConfig,
     PreferenceConfig,
-    PtxConfig,
     RewardModelLossConfig,
 )
-from flowrl.config.algorithm.shaping import AnyKlControl, AnyShaping, KlControlConfig, ShapingConfig
+from flowrl.config.algorithm.ptx_settings import PtxConfig
 from flowrl.config.base import (
     Aggregation,
     Config,

@@ -330,8 +330,10 @@ class Member(Config):
     NOUN: ClassVar[str] = "a choice"
     """Kind of the members, with an article, for error messages."""
 
-    NOT_ARGUMENTS: ClassVar[frozenset[str]] = frozenset()
-    """Settings that are not passed to the selected function as keyword arguments."""
+    @classmethod
+    def members(cls) -> Mapping[str, "type[Member]"]:
+        """Returns name -> class. A base class that stands for a union returns its members."""
+        return dict.fromkeys(cls.names(), cls)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -340,7 +342,7 @@ class Member(Config):
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments for the selected function. Settings that are null are omitted."""
-        settings = {name: value for name, value in self if name != self.KEY and name not in self.NOT_ARGUMENTS}
+        settings = {name: value for name, value in self if name != self.KEY}
         if CUSTOM in self.names():
             return dict(settings["options"])
         return {name: value for name, value in settings.items() if value is not None}
@@ -378,10 +380,11 @@ class OneOf:
 
 
 def members_of(union: Any) -> dict[str, type[Member]]:  # Any: a union type
-    """Returns name -> member class for a union such as `AnySchedule`."""
+    """Returns name -> member class for a union such as `AnySchedule`, or for a base class that stands for one."""
     if hasattr(union, "__metadata__"):
         union = get_args(union)[0]
-    return {name: member for member in get_args(union) for name in member.names()}
+    classes = (union,) if isinstance(union, type) else get_args(union)
+    return {name: member for cls in classes for name, member in cls.members().items()}
 
 
 def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an instance of one of its members

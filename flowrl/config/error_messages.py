@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic_core import ErrorDetails
 
-from flowrl.config.algorithm.policy_loss import AnyPolicyLoss
+from flowrl.config.algorithm.loss_settings import AnyPolicyLoss
 from flowrl.config.base import CUSTOM, Config, Member, members_of, unknown_name
 from flowrl.config.setting_tree import (
     config_classes,
@@ -20,7 +20,7 @@ from flowrl.config.setting_tree import (
 )
 from flowrl.config.source import Key, Source, dotted
 
-RENAMED_KEYS = {
+_RENAMED_KEYS = {
     "rows_per_step": "batch_size",
     "minibatch_rows": "minibatch_size",
     "epochs": "ppo_epochs",
@@ -30,14 +30,14 @@ RENAMED_KEYS = {
     "data.shuffle": "data.order",
     "schedule.redundancy": "schedule.overprovision",
     "actor.loss_options": "actor.loss.options",
-    **{
-        f"actor.{name}": f"actor.loss.{name}"
-        for member in members_of(AnyPolicyLoss).values()
-        for name in member.model_fields
-        if name not in ("kind", "options")
-    },
 }
-"""Maps a removed key to its new key. The error for a removed key names the new key."""
+
+
+def renamed_keys() -> dict[str, str]:
+    """Maps a removed key to its new key. The error for a removed key names the new key."""
+    settings = {name for member in members_of(AnyPolicyLoss).values() for name in member.model_fields}
+    return _RENAMED_KEYS | {f"actor.{name}": f"actor.loss.{name}" for name in settings - {"kind", "options"}}
+
 
 REMOVED_KEYS = {
     "rollout.environment": "write a class with the methods reset, step and close, and set environment.name "
@@ -267,8 +267,8 @@ def unknown_choice(setting: str, choice: object, members: Sequence[type[Member]]
 def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
     """Returns the error message for an unknown key, with the most likely fix."""
     name, word, group = dotted(key), str(key[-1]), dotted(key[:-1])
-    if name in RENAMED_KEYS and RENAMED_KEYS[name] in setting_paths(cls):
-        return f"{name} was renamed: set {RENAMED_KEYS[name]}"
+    if (renamed := renamed_keys().get(name)) is not None and renamed in setting_paths(cls):
+        return f"{name} was renamed: set {renamed}"
     if name in REMOVED_KEYS:
         return f"{name} was removed: {REMOVED_KEYS[name]}"
     classes = walk(loc[:-1], cls, source.values)[1]
@@ -290,8 +290,8 @@ def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
     """Returns likely intended keys for the unknown key at a pydantic error location, with a value or a formula."""
     key = walk(loc, cls, source.values)[0]
     name, word = dotted(key), str(key[-1])
-    if name in RENAMED_KEYS and RENAMED_KEYS[name] in setting_paths(cls):
-        return [RENAMED_KEYS[name]]
+    if (renamed := renamed_keys().get(name)) is not None and renamed in setting_paths(cls):
+        return [renamed]
     paths = [path for path in setting_paths(cls) if _has_setting(path, cls, source.values)]
     if translated := _translate(key, paths):
         return translated

@@ -1,29 +1,13 @@
 """Settings of each role: its model, its engine, and its processing of a batch."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.algorithm.distillation_loss import AnyDistillation, SampledReverseKlLoss
-from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PpoLoss
-from flowrl.config.algorithm.preference import AnyPreference, AnyRewardModelLoss, DpoLoss, PairwiseRewardLoss
-from flowrl.config.base import (
-    Aggregation,
-    Config,
-    Dependency,
-    FilePath,
-    KlKind,
-    Options,
-    TokenIds,
-)
+from flowrl.config.algorithm.loss_settings import AnyDistillation, AnyPolicyLoss, AnyPreference, AnyRewardModelLoss
+from flowrl.config.base import Aggregation, Config, Dependency, FilePath, KlKind, Options, TokenIds, parse
 from flowrl.config.engines.rollout_engines import (
     DEFAULT_ENGINE,
     ENGINES,
@@ -178,7 +162,7 @@ class ActorConfig(TrainedConfig):
     rollout.temperature.
     """
 
-    loss: AnyPolicyLoss = PpoLoss()
+    loss: AnyPolicyLoss = Field(default_factory=partial(parse, AnyPolicyLoss, "ppo"))
     """Policy loss: a name, or a mapping with its kind and its settings."""
 
     old_logprobs: Literal["auto", "current", "rollout", "recompute"] = "auto"
@@ -196,12 +180,18 @@ class ActorConfig(TrainedConfig):
     """Weight of the KL to the reference in the loss; 0 omits the term."""
 
     kl_loss_kind: KlKind = "k3"
-    """Estimator of the KL in the loss: a name, or `module:function` for a user function. k1 requires kl_loss_gradient.
+    """Estimator of the KL in the loss: a name, or `module:function` for a user function. k1 requires kl_loss_gradient
+    or kl_loss_unbiased.
     """
 
     kl_loss_gradient: Literal["k2", "k3", "abs"] | None = None
     """Estimator of the gradient of the KL in the loss (straight-through); null uses kl_loss_kind. k2 has the gradient
     of KL(policy, reference). The gradient of k1 is not available, because its expectation is 0.
+    """
+
+    kl_loss_unbiased: bool = False
+    """Multiply the KL in the loss by the ratio of current to old probability, including its gradient (DeepSeek-V3.2).
+    Value and gradient of k1 and k3 are then unbiased, also after earlier updates on the same rollouts.
     """
 
     aggregation: Aggregation = "token_mean"
@@ -214,7 +204,7 @@ class ActorConfig(TrainedConfig):
 
     DEPENDENCIES = (
         Dependency(
-            ("kl_loss_kind", "kl_loss_gradient"),
+            ("kl_loss_kind", "kl_loss_gradient", "kl_loss_unbiased"),
             lambda group: group.kl_loss_coef,
             "kl_loss_coef is 0, which omits the KL: set kl_loss_coef, or remove it",
             is_error=False,
@@ -228,10 +218,21 @@ class ActorConfig(TrainedConfig):
             raise ValueError("aggregation seq_mean_token_sum_norm requires aggregation_scale: set it")
         if not needs_scale and self.aggregation_scale is not None:
             raise ValueError(f"aggregation {self.aggregation} does not use aggregation_scale: remove it")
-        if self.kl_loss_coef and self.kl_loss_kind == "k1" and self.kl_loss_gradient is None:
+        is_corrected = self.kl_loss_gradient is not None or self.kl_loss_unbiased
+        if self.kl_loss_coef and self.kl_loss_kind == "k1" and not is_corrected:
             raise ValueError(
                 "kl_loss_kind is k1, whose gradient has the expectation 0 and would not keep the policy near the "
-                "reference: set kl_loss_gradient: k2"
+                "reference: set kl_loss_gradient: k2, or kl_loss_unbiased: true"
+            )
+        if self.kl_loss_unbiased and self.kl_loss_gradient is not None:
+            raise ValueError(
+                f"kl_loss_unbiased is true and kl_loss_gradient is {self.kl_loss_gradient}, but both correct the "
+                "gradient: remove one of them"
+            )
+        if self.kl_loss_unbiased and self.kl_loss_kind in ("k2", "abs"):
+            raise ValueError(
+                f"kl_loss_unbiased is true, but kl_loss_kind is {self.kl_loss_kind}, whose value is biased: set "
+                "kl_loss_kind: k3, or remove kl_loss_unbiased"
             )
         if self.kl_loss_gradient is not None and ":" in self.kl_loss_kind:
             raise ValueError(f"kl_loss_gradient has no effect for kl_loss_kind {self.kl_loss_kind}: remove it")
@@ -268,7 +269,7 @@ class CriticConfig(TrainedConfig):
 class PreferenceActorConfig(TrainedConfig):
     """The policy that is trained on preferences, and its loss."""
 
-    loss: AnyPreference = DpoLoss()
+    loss: AnyPreference = Field(default_factory=partial(parse, AnyPreference, "dpo"))
     """Preference loss: a name, or a mapping with its kind and its settings."""
 
 
@@ -278,7 +279,7 @@ class StudentConfig(TrainedConfig):
     temperature: PositiveFloat | None = None
     """Divisor of the logits before the log-softmax. Null uses rollout.temperature."""
 
-    loss: AnyDistillation = SampledReverseKlLoss()
+    loss: AnyDistillation = Field(default_factory=partial(parse, AnyDistillation, "sampled_reverse_kl"))
     """Distillation loss: a name, or a mapping with its kind and its settings."""
 
 
@@ -295,7 +296,7 @@ class RewardModelConfig(TrainedConfig):
     head_seed: NonNegativeInt = 0
     """Seed of a random head."""
 
-    loss: AnyRewardModelLoss = PairwiseRewardLoss()
+    loss: AnyRewardModelLoss = Field(default_factory=partial(parse, AnyRewardModelLoss, "log_sig"))
     """Loss: a name, or a mapping with its kind and its settings."""
 
     DEPENDENCIES = (RANDOM_HEAD,)

@@ -20,7 +20,7 @@ def config_classes(annotation: Any) -> tuple[type[Config], ...]:  # Any: a type 
     `Annotated`.
     """
     if isinstance(annotation, type) and issubclass(annotation, Config):
-        return (annotation,)
+        return tuple(dict.fromkeys(annotation.members().values())) if issubclass(annotation, Member) else (annotation,)
     return tuple(cls for part in get_args(annotation) for cls in config_classes(part))
 
 

@@ -22,17 +22,14 @@ from flowrl.algorithms import (
     last_masked,
     masked_mean,
     mismatch_metrics,
-    normalized_weights,
-    select_clip_cov,
-    select_kl_cov,
-    token_covariances,
     update_moments,
     weight_sums,
-    whiten,
 )
 from flowrl.algorithms.losses.policy_losses import bounded_ratio
 from flowrl.algorithms.registry import (
+    Registry,
     advantage_estimators,
+    call,
     described,
     kl_controls,
     kl_kinds,
@@ -51,44 +48,28 @@ from flowrl.config import (
     ShapingConfig,
     UserError,
 )
-from flowrl.config.algorithm.advantage import GaeAdvantage, GdpoAdvantage
-from flowrl.config.algorithm.correction import WeightCorrection
-from flowrl.config.algorithm.policy_loss import ClipCovLoss, KlCovLoss
+from flowrl.config.algorithm.setting_types import ColumnNames
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
+from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, make_tensordict, pad_tokens, unpad_tokens
 from flowrl.data.metric import Max, Mean, Metric, Min, Sum
 from flowrl.workers.dialogs import TURN_REWARDS
 
-ESTIMATOR_COLUMNS = {
+COLUMN_OF = {
     "mask": "response_mask",
-    "scores": "scores",
+    "trained_mask": "loss_mask",
     "rewards": "scores",
     "groups": "group",
-    "values": "values",
     "logprobs": "old_logprobs",
-    "ref_logprobs": "ref_logprobs",
-    "greedy_scores": "greedy_scores",
-    "sum_squared_probs": "sum_squared_probs",
     "importance_weights": "loss_weights",
-    "trained_mask": "loss_mask",
+    "lengths": "response_mask",
 }
-"""Column that contains each estimator input, or from which the input is computed."""
+"""Column of an input of an estimator or a shaping, or from which the input is computed, if their names differ."""
 
-OPTIONAL_COLUMNS = ("loss_weights", "loss_mask")
-"""Columns that only a correction or `mask_truncated` adds. Without them, all weights are 1, and all response tokens are
-trained.
-"""
-
-SHAPING_COLUMNS = {"rewards": "scores", "scores": "scores", "lengths": "response_mask", "groups": "group"}
-"""Column from which each shaping input is computed."""
-
-RECIPE_COLUMNS = {
-    "greedy_scores": "the score of a greedy response to the row's prompt",
-    "sum_squared_probs": "per token, the sum over the vocabulary of the actor's squared probabilities",
-}
-"""Columns that no shipped recipe computes, with their definitions."""
+OWN_INPUTS = ("mask", "trained_mask", "seed", "columns", "moments", "advantages")
+"""Inputs that this module computes for all batches. `columns` are all columns, by name."""
 
 METRIC_COLUMNS = (
     "input_ids",
@@ -152,12 +133,13 @@ class Advantages:
 
         Always adds `token_rewards` and `advantages`. A critic adds `returns`, `algorithm.shaping` adds `shaped_scores`,
         and `algorithm.correction` adds `loss_weights` and `loss_mask`. `algorithm.mask_truncated` adds `loss_mask`.
-        Some losses add `behavior_logprobs` or `selected`. With `actor.old_logprobs: rollout`, `old_logprobs` is
-        `rollout_logprobs`, unless the batch has it. Raises UserError if the batch lacks a column.
+        Some losses add `behavior_logprobs` or columns that they declare, such as `selected`. With `actor.old_logprobs:
+        rollout`, `old_logprobs` is `rollout_logprobs`, unless the batch has it. Raises UserError if the batch lacks a
+        column.
 
         Args:
             batch: columns `scores`, `response_mask`, and the inputs of the estimator, the loss and the KL penalty. Its
-                seed selects the tokens of `clip_cov`.
+                seed is an input of functions that prepare columns of a loss.
         """
         config, actor, kl_control, shaped = self._config, self._actor, self._kl_control, None
         loss_inputs = policy_losses.inputs(policy_losses.load(actor.loss.kind))
@@ -203,44 +185,56 @@ def _value(result: Any) -> Any:  # Any: a value or a future
 
 def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple[list[str], list[str]]:
     """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one of them."""
-    inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
-    required = [column for column in map(ESTIMATOR_COLUMNS.get, inputs) if column and column not in OPTIONAL_COLUMNS]
-    if isinstance(config, GdpoAdvantage):
-        required = [*(name for name in required if name != "scores"), *config.reward_columns]
-    else:
+    inputs = _inputs(advantage_estimators, config.estimator, config.arguments())
+    # Only a correction adds `loss_weights`. Without it, all weights are 1.
+    required = [name for name, is_required in inputs.items() if is_required and name != "loss_weights"]
+    optional = [name for name in inputs if name not in required]
+    if "scores" not in advantage_estimators.prepared(advantage_estimators.load(config.estimator)):
         required.append("scores")
     if config.shaping:  # shaped scores are an argument, not a column
         required = [name for name in required if name != "scores"]
+    else:
+        optional.append(TURN_REWARDS)
     if config.kl_penalty is not None:
         required += ["old_logprobs", "ref_logprobs"]
     writes = ["token_rewards", "advantages"]
     writes += ["returns"] if "values" in inputs else []
     writes += ["shaped_scores"] if config.shaping else []
     reads = _select(batch, ["response_mask", *required], f"algorithm.estimator {config.estimator}")
-    if TURN_REWARDS in batch and not config.shaping:
-        reads.append(TURN_REWARDS)
     if config.applied_correction is not None:
         reads += _select(batch, ["old_logprobs", "rollout_logprobs"], "algorithm.correction")
         writes += ["loss_weights", "loss_mask"]
-    elif "importance_weights" in inputs and "loss_weights" in batch:
-        reads.append("loss_weights")
+    reads += [name for name in optional if name in batch and name not in writes]
     if config.mask_truncated:
         reads += _select(batch, ["truncated"], "algorithm.mask_truncated")
         writes.append("loss_mask")
-    if isinstance(actor.loss, ClipCovLoss | KlCovLoss):
-        reads += _select(batch, ["old_logprobs"], f"actor.loss {actor.loss.kind}")
-        writes.append("selected")
+    for name, prepare in policy_losses.prepared(policy_losses.load(actor.loss.kind)).items():
+        columns = {n: needed for n, needed in policy_losses.inputs(prepare).items() if n not in (*OWN_INPUTS, *writes)}
+        reads += _select(batch, [n for n in columns if columns[n] or n in batch], f"actor.loss {actor.loss.kind}")
+        writes.append(name)
     return list(dict.fromkeys(reads)), list(dict.fromkeys(writes))
+
+
+def _inputs(registry: Registry[Any], name: str, settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns column -> whether it is required, for a function and the functions that prepare its inputs."""
+    function = registry.load(name)
+    prepared = registry.prepared(function)
+    inputs = {n: needed for each in (function, *prepared.values()) for n, needed in registry.inputs(each).items()}
+    parameters = registry.parameters(function)
+    own = (*OWN_INPUTS, *prepared, *parameters)
+    named = [key for key, parameter in parameters.items() if parameter.annotation == ColumnNames]
+    columns = {COLUMN_OF.get(n, n): needed for n, needed in inputs.items() if n not in own}
+    return columns | {column: True for key in named for column in settings[key]}
 
 
 def _select(batch: Batch, names: Sequence[str], setting: str) -> list[str]:
     """Returns the names without duplicates. Raises UserError, naming the setting, if the batch lacks a column."""
     for name in names:
         if name not in batch:
-            definition = f" ({RECIPE_COLUMNS[name]})" if name in RECIPE_COLUMNS else ""
+            definition = f" ({FIELDS[name].meaning})" if name in FIELDS else ""
             raise UserError(
-                f"{setting} reads the column {name}{definition}, which the batch does not have: "
-                f"store it in the recipe before Advantages.compute, or change the setting"
+                f"{setting} reads the column {name}{definition}, which the batch does not have: store it in the "
+                f"recipe before Advantages.compute, or change the setting"
             )
     return list(dict.fromkeys(names))
 
@@ -265,9 +259,11 @@ def compute_columns(
     if shaped is not None:
         rows |= {"scores": shaped.scores_B}
     result |= _advantage_columns(tokens | rows | result, mask_BT, trained_BT, config, kl_control.coef)
-    if isinstance(actor.loss, ClipCovLoss | KlCovLoss):
-        advantages_BT = result["advantages"]
-        result["selected"] = _selected_tokens(tokens["old_logprobs"], advantages_BT, trained_BT, actor.loss, seed)
+    # A hash of 63 bits, because the sum of run seed and step would collide with other runs.
+    number = int.from_bytes(hashlib.sha256(repr(tuple(seed)).encode()).digest()[:8]) >> 1
+    available = tokens | rows | result | {"mask": trained_BT, "seed": number}
+    for name, prepare in policy_losses.prepared(policy_losses.load(actor.loss.kind)).items():
+        result[name] = call(prepare, available, actor.loss.arguments())
     return make_tensordict(
         {} if shaped is None else {"shaped_scores": shaped.scores_B},
         {name: unpad_tokens(column_BT, lengths_B) for name, column_BT in result.items()},
@@ -296,7 +292,7 @@ def shape_scores(table: TensorDict, shaping: Sequence[ShapingConfig], previous: 
         names = reward_shaping.inputs(function)
         updated.append(update_moments(moments, rewards_B) if "moments" in names else moments)
         inputs |= {"rewards": rewards_B, "moments": updated[-1]}
-        rewards_B = function(**{name: inputs[name] for name in names}, **entry.arguments())
+        rewards_B = call(function, inputs, entry.arguments())
         if not isinstance(rewards_B, torch.Tensor) or rewards_B.shape != scores_B.shape:
             raise UserError(
                 f"algorithm.shaping {entry.kind} returned {described(rewards_B)}, it must return rewards of shape "
@@ -307,7 +303,7 @@ def shape_scores(table: TensorDict, shaping: Sequence[ShapingConfig], previous: 
 
 def _shaping_columns(shaping: Sequence[ShapingConfig]) -> list[str]:
     names = [name for entry in shaping for name in reward_shaping.inputs(reward_shaping.load(entry.kind))]
-    return ["scores", *(SHAPING_COLUMNS[name] for name in names if name in SHAPING_COLUMNS)]
+    return ["scores", *(COLUMN_OF.get(name, name) for name in names if name not in OWN_INPUTS)]
 
 
 def _advantage_columns(
@@ -317,17 +313,18 @@ def _advantage_columns(
     config: AdvantageConfig,
     kl_coef: float,
 ) -> dict[str, torch.Tensor]:
-    """Returns `token_rewards`, `advantages` (whitened over the trained tokens of the batch if configured) and, with a
-    critic, `returns`.
+    """Returns `token_rewards`, `advantages` and, with a critic, `returns`.
+
+    An estimator may prepare the inputs `scores`, and `reward`, one number per row from which token rewards are
+    computed.
     """
-    if not isinstance(config, GdpoAdvantage):
-        scores = scores_B = columns["scores"]
-    else:
-        scores = torch.stack([columns[name].float() for name in config.reward_columns], dim=-1)
-        # NaN: the reward does not apply to the data source of the group. As a constant, it contributes nothing.
-        scores = scores.where(~scores.isnan(), 0)
-        weights_K = torch.tensor(config.reward_weights or [1.0] * scores.shape[1])
-        scores_B = scores @ weights_K.to(scores)
+    estimator, settings = advantage_estimators.load(config.estimator), config.arguments()
+    available: dict[str, Any] = settings | dict(columns)
+    available |= {name: columns[column] for name, column in COLUMN_OF.items() if column in columns}
+    available |= {"mask": mask_BT, "trained_mask": trained_BT, "columns": columns}
+    for name, prepare in advantage_estimators.prepared(estimator).items():
+        available[name] = call(prepare, available, settings)
+    scores, scores_B = available["scores"], available.get("reward", available["scores"])
     if (penalty := config.kl_penalty) is not None:
         rewards_BT = kl_shaped_rewards(
             torch.zeros_like(scores_B) if TURN_REWARDS in columns else scores_B,
@@ -344,15 +341,8 @@ def _advantage_columns(
         rewards_BT = columns[TURN_REWARDS]
     else:
         rewards_BT = torch.where(last_masked(mask_BT), scores_B[:, None], 0)
-    available = {name: columns.get(column) for name, column in ESTIMATOR_COLUMNS.items()}
-    available |= {"mask": mask_BT, "trained_mask": trained_BT, "scores": scores, "rewards": rewards_BT}
-    estimator = advantage_estimators.load(config.estimator)
-    names = advantage_estimators.inputs(estimator)
-    inputs = {name: available[name] for name in names if available[name] is not None}
-    result = estimator(**inputs, **config.arguments())
-    estimates = _check_estimates(result, "values" in names, mask_BT, config.estimator)
-    if isinstance(config, GaeAdvantage) and config.whiten:
-        estimates["advantages"] = whiten(estimates["advantages"], trained_BT)
+    result = call(estimator, available | {"scores": scores, "rewards": rewards_BT}, settings)
+    estimates = _check_estimates(result, "values" in advantage_estimators.inputs(estimator), mask_BT, config.estimator)
     return {"token_rewards": rewards_BT} | estimates
 
 
@@ -383,43 +373,15 @@ def _correction_columns(
     that other settings keep in the loss.
     """
     mask_BT = tokens["response_mask"]
-    result = rollout_corrections.load(config.kind)(
-        logprobs=tokens["old_logprobs"],
-        rollout_logprobs=tokens["rollout_logprobs"],
-        mask=mask_BT,
-        **config.arguments(),
-    )
+    inputs = {"logprobs": tokens["old_logprobs"], "rollout_logprobs": tokens["rollout_logprobs"]}
+    inputs |= {"mask": mask_BT, "trained_mask": trained_BT}
+    result = call(rollout_corrections.load(config.kind), inputs, config.arguments())
     corrected_BT = weights_or_mask(result, mask_BT, f"algorithm.correction.kind {config.kind}")
     if corrected_BT.dtype == torch.bool:
         weights_BT, loss_mask_BT = corrected_BT.float(), corrected_BT & trained_BT
     else:
         weights_BT, loss_mask_BT = corrected_BT, trained_BT
-    if isinstance(config, WeightCorrection) and config.normalize and bool(trained_BT.any()):
-        mean = weight_sums(weights_BT, trained_BT, level=config.level).mean()
-        weights_BT = normalized_weights(weights_BT, mask_BT, mean=mean)
     return {"loss_weights": weights_BT.float(), "loss_mask": loss_mask_BT}
-
-
-def _selected_tokens(
-    old_logprobs_BT: torch.Tensor,
-    advantages_BT: torch.Tensor,
-    trained_BT: torch.Tensor,
-    config: ClipCovLoss | KlCovLoss,
-    seed: Sequence[int],
-) -> torch.Tensor:
-    """Returns a mask of the tokens that `clip_cov` or `kl_cov` selects over the full batch, not per minibatch."""
-    covariances_BT = token_covariances(old_logprobs_BT, advantages_BT, trained_BT)
-    if isinstance(config, KlCovLoss):
-        return select_kl_cov(covariances_BT, trained_BT, fraction=config.cov_fraction)
-    return select_clip_cov(
-        covariances_BT,
-        trained_BT,
-        fraction=config.cov_fraction,
-        low=config.cov_low,
-        high=config.cov_high,
-        # A hash of 63 bits, because the sum of run seed and step would collide with other runs.
-        seed=int.from_bytes(hashlib.sha256(repr(tuple(seed)).encode()).digest()[:8]) >> 1,
-    )
 
 
 # The coefficient of the KL penalty.

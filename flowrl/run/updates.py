@@ -50,7 +50,7 @@ def describe_planned_updates(config: RunConfig) -> list[str]:
     if not isinstance(config, EpochConfig) or config.epochs is None:
         return describe_updates(config)
     roles = models_of(config).values()
-    is_kto = any(isinstance(role, PreferenceActorConfig) and not role.loss.IS_PAIRED for role in roles)
+    is_kto = any(isinstance(role, PreferenceActorConfig) and not role.loss.is_paired for role in roles)
     data = config.data
     num_rows = count_rows(data.training_files, "kto" if is_kto else None, data.ignored_message_keys)
     if not num_rows:

@@ -221,7 +221,7 @@ class _StepEstimator:
     def num_rows(self) -> int:
         """Sequences of a step. A preference pair has two sequences."""
         is_paired = any(
-            isinstance(value, RewardModelConfig) or (isinstance(value, PreferenceActorConfig) and value.loss.IS_PAIRED)
+            isinstance(value, RewardModelConfig) or (isinstance(value, PreferenceActorConfig) and value.loss.is_paired)
             for value in self._settings.values()
         )
         return self._config.batch_size * (2 if is_paired else 1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
+from flowrl.algorithms.advantages.token_baselines import sum_squared_probs
 from flowrl.config import ActorConfig, ModelConfig, PreferenceActorConfig, StudentConfig, TrainedConfig
 from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, sum_tokens
@@ -96,6 +97,23 @@ class Actor(TrainedWorker["ActorGroup"]):
         column `entropies` `[T]` has the entropy of the distribution of each token, in nats.
         """
         return policy_columns(self.engine, batch, self.temperature, entropy=entropy)
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=("input_ids", "response_mask", f"{ROUTES}?"),
+        writes=("sum_squared_probs",),
+        balance="tokens",
+    )
+    def sum_squared_probs(self, batch: TensorDict) -> TensorDict:
+        """Returns the sum over the vocabulary of the squared probabilities of each token's distribution, `[T]`.
+
+        Requires two forward passes. The result is 0 outside of `response_mask`.
+        """
+        temperatures = (self.temperature, self.temperature / 2)
+        logprobs, sharp = (policy_columns(self.engine, batch, t)["tokens", "logprobs"][None] for t in temperatures)
+        sums_1T = sum_squared_probs(logprobs, sharp, batch["tokens", "response_mask"][None])
+        return make_tensordict(tokens={"sum_squared_probs": sums_1T[0]}, lengths=lengths(batch))
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,

@@ -34,6 +34,13 @@ class ActorGroup(TypedGroup):
         """
 
     @batched
+    def sum_squared_probs(self, batch: Batch) -> Batch:
+        """Returns the sum over the vocabulary of the squared probabilities of each token's distribution, `[T]`.
+
+        Requires two forward passes. The result is 0 outside of `response_mask`.
+        """
+
+    @batched
     def response_logprobs(self, batch: Batch) -> Batch:
         """Returns the log-probability of each row's response, `[B]`, summed over the tokens of `response_mask`."""
 

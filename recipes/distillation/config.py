@@ -55,7 +55,7 @@ class DistillationConfig(RolloutRunConfig):
     @model_validator(mode="after")
     def _check_sampling(self) -> "DistillationConfig":
         rollout, loss = self.rollout, self.actor.loss
-        if loss.READS_SAMPLES and (rollout.top_k or rollout.top_p < 1):
+        if loss.reads_samples and (rollout.top_k or rollout.top_p < 1):
             raise ValueError(
                 f"rollout.top_k is {rollout.top_k}, top_p is {rollout.top_p:g}, but actor.loss {loss.kind} needs "
                 "samples of the student's whole distribution: set top_k: 0, top_p: 1.0"
@@ -65,7 +65,7 @@ class DistillationConfig(RolloutRunConfig):
     @model_validator(mode="after")
     def _check_temperature(self) -> "DistillationConfig":
         student, sampled, loss = self.actor.temperature, self.rollout.temperature, self.actor.loss
-        if loss.READS_SAMPLES and student != sampled:
+        if loss.reads_samples and student != sampled:
             raise ValueError(
                 f"actor.temperature is {student:g}, but rollout.temperature is {sampled:g}, and actor.loss {loss.kind} "
                 f"needs samples of the student: remove actor.temperature, or set it to {sampled:g}"

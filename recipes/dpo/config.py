@@ -36,14 +36,14 @@ class DPOConfig(EpochConfig):
         actor = info.data.get("actor")
         if actor is None:
             return reference  # A missing group has an error of its own.
-        needs = actor.loss.NEEDS_REFERENCE
+        needs = actor.loss.needs_reference
         if needs and reference is None:
             return ReferenceConfig(model=actor.model, engine=actor.engine)
         return None if needs is False else reference
 
     @model_validator(mode="after")
     def _check_stored(self) -> "DPOConfig":
-        if self.reference_logprobs == "stored" and not self.actor.loss.IS_PAIRED:
+        if self.reference_logprobs == "stored" and not self.actor.loss.is_paired:
             raise ValueError(
                 f"reference_logprobs is stored, but actor.loss {self.actor.loss.kind} combines each prompt with a "
                 "different response in every epoch: set auto or live"
@@ -55,11 +55,11 @@ class DPOConfig(EpochConfig):
         """(`reference`,) if the reference's log-probabilities are stored for any number of pairs. Otherwise, empty."""
         has_passes = self.epochs is not None and self.epochs > 1
         is_stored = self.reference_logprobs == "stored" or (self.reference_logprobs == "auto" and has_passes)
-        return ("reference",) if is_stored and self.actor.loss.IS_PAIRED else ()
+        return ("reference",) if is_stored and self.actor.loss.is_paired else ()
 
     def stores_reference(self, num_pairs: int) -> bool:
         """Returns whether the reference's log-probabilities are computed once before the first step."""
-        if self.reference is None or self.reference_logprobs == "live" or not self.actor.loss.IS_PAIRED:
+        if self.reference is None or self.reference_logprobs == "live" or not self.actor.loss.is_paired:
             return False
         return self.reference_logprobs == "stored" or self.steps * self.batch_size > num_pairs
 

@@ -3,7 +3,6 @@
 from pydantic import PositiveInt, model_validator
 
 from flowrl.config import OnPolicyConfig
-from flowrl.config.algorithm.advantage import PassAtKAdvantage
 
 
 class GRPOConfig(OnPolicyConfig):
@@ -21,17 +20,11 @@ class GRPOConfig(OnPolicyConfig):
         estimator = self.algorithm.estimator
         if estimator == "gae":
             raise ValueError("algorithm.estimator is gae, which needs a critic: set grpo, or use recipes.ppo")
-        if self.algorithm.EXTRA_COLUMN is not None:
+        if "greedy_scores" in self.algorithm.inputs and self.schedule.staleness > 0:
             raise ValueError(
-                f"algorithm.estimator is {estimator}, which reads the column {self.algorithm.EXTRA_COLUMN}, but "
-                f"this recipe does not compute it: set grpo, or write a recipe that stores that column"
+                f"algorithm.estimator is {estimator}, which compares responses with a greedy response of the same "
+                f"weights, but schedule.kind is {self.schedule.kind}: set sync, or another estimator"
             )
-        if self.algorithm.IS_GROUPED and self.samples_per_prompt < 2:
+        if self.algorithm.is_grouped and self.samples_per_prompt < 2:
             raise ValueError("samples_per_prompt is 1, so every advantage would be 0: set it to at least 2")
-        k = self.algorithm.k if isinstance(self.algorithm, PassAtKAdvantage) else None
-        if k is not None and k > self.samples_per_prompt:
-            raise ValueError(
-                f"algorithm.k is {k}, more than samples_per_prompt ({self.samples_per_prompt}), so every "
-                f"advantage would be 0: set it to at most {self.samples_per_prompt}"
-            )
         return self

@@ -12,6 +12,7 @@ if __name__ == "__main__":  # here, because a wrong config is reported before th
     sys.exit(run_recipe(GRPOConfig, "recipes.grpo.train:train"))
 
 from flowrl.run.advantages import Advantages
+from flowrl.run.baselines import baseline_columns
 from flowrl.run.datasets import PtxText, read_prompts
 from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run, StartRun, Summary
@@ -40,6 +41,7 @@ def train(config: GRPOConfig, start: StartRun = Run) -> Summary:
                 batch["old_logprobs"] = actor.logprobs(batch)
             if reference:
                 batch["ref_logprobs"] = reference.logprobs(batch)
+            batch = baseline_columns(batch, config.algorithm, actor, rollout, reward)  # of few estimators
 
             # 2. Compute advantages and metrics, on the task worker.
             batch, metrics = advantages.compute(batch)

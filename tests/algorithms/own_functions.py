@@ -39,6 +39,22 @@ def tenth(loss: Tensor, mask: Tensor, *, denominator: float) -> Tensor:
     return loss.masked_fill(~mask, 0).sum() / denominator / 10
 
 
+def with_bonus(scores: Tensor, bonus: Tensor, mask: Tensor, malus: Tensor | None = None) -> Tensor:
+    totals_B = scores + bonus if malus is None else scores + bonus - malus
+    return torch.where(mask, totals_B[:, None], 0)
+
+
+def large_advantages(advantages: Tensor, mask: Tensor, *, bar: float) -> Tensor:
+    return mask & (advantages > bar)
+
+
+@policy_losses.register("large_only", prepare={"is_large": large_advantages})
+def large_only(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, is_large: Tensor, *, weight: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return (-weight * advantages * logprobs).masked_fill(~is_large, 0), {}
+
+
 def wrong_inputs(logits: Tensor, mask: Tensor) -> Tensor:
     return logits
 

@@ -49,8 +49,8 @@ CASES: dict[str, Case] = {
         continuous=False,
     ),
     "clip_cov": Case(algorithms.clip_cov_loss, CLIPS, ("selected",)),
-    "kl_cov": Case(algorithms.kl_cov_loss, {"kl_coef": 0.5}, ("selected",)),
-    "kl_cov_k3": Case(algorithms.kl_cov_loss, {"kl_coef": 0.5, "kl_kind": "k3"}, ("selected",)),
+    "kl_cov": Case(algorithms.kl_cov_loss, {"cov_kl_coef": 0.5}, ("selected",)),
+    "kl_cov_k3": Case(algorithms.kl_cov_loss, {"cov_kl_coef": 0.5, "cov_kl_kind": "k3"}, ("selected",)),
 }
 
 STOPPED_GRADIENT = {"gspo_token", "cispo", "dppo_tv", "dppo_kl"}

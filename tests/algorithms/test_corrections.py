@@ -139,7 +139,7 @@ def test_without_truncation_the_weights_make_the_loss_unbiased_for_the_policy():
 )
 def test_rejection_divergence_by_hand(kind: KlKind, level: RejectionLevel, expected: tuple[float, ...]):
     """k1 is -ln rho, k2 half its square, k3 rho - 1 - ln rho, for rho = 4, 1/2 and 8, 2."""
-    _, metrics = rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind=kind, level=level, high=1.0)
+    _, metrics = rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kl_kind=kind, rejection_level=level, high=1.0)
     assert_close(metrics["divergence"], on_tokens(*expected))
 
 
@@ -159,7 +159,9 @@ def test_rejection_divergence_by_hand(kind: KlKind, level: RejectionLevel, expec
 def test_rejection_mask_by_hand(
     kind: KlKind, level: RejectionLevel, low: float, high: float, retained: tuple[int, ...]
 ):
-    result, metrics = rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind=kind, level=level, low=low, high=high)
+    result, metrics = rejection_mask(
+        LOGPROBS, ROLLOUT_LOGPROBS, MASK, kl_kind=kind, rejection_level=level, low=low, high=high
+    )
     expected = on_tokens(*map(float, retained)).bool()
     assert result.equal(expected)
     assert_close(metrics["rejected_fraction"], (MASK & ~expected).float())
@@ -179,7 +181,7 @@ def numpy_divergence(inputs: tuple[Tensor, Tensor, Tensor], kind: KlKind, level:
 @pytest.mark.parametrize("level", REJECTION_LEVELS)
 def test_rejection_agrees_with_the_published_formulas(kind: KlKind, level: RejectionLevel):
     inputs = random_inputs(2)
-    retained, metrics = rejection_mask(*inputs, kind=kind, level=level, high=0.06)
+    retained, metrics = rejection_mask(*inputs, kl_kind=kind, rejection_level=level, high=0.06)
     expected = numpy_divergence(inputs, kind, level)
     np.testing.assert_allclose(metrics["divergence"].numpy(), expected, rtol=1e-6, atol=1e-12)
     assert retained.numpy().tolist() == (inputs[2].numpy() & (expected <= 0.06)).tolist()
@@ -187,7 +189,7 @@ def test_rejection_agrees_with_the_published_formulas(kind: KlKind, level: Rejec
 
 def test_a_mean_of_k1_is_a_range_of_the_geometric_mean():
     inputs = random_inputs(3)
-    retained, _ = rejection_mask(*inputs, kind="k1", level="sequence_mean", low=-0.1, high=0.1)
+    retained, _ = rejection_mask(*inputs, kl_kind="k1", rejection_level="sequence_mean", low=-0.1, high=0.1)
     weights, _ = masked_weights(*inputs, level="geometric", min_weight=math.exp(-0.1), max_weight=math.exp(0.1))
     assert retained.equal(weights > 0)
 
@@ -195,7 +197,9 @@ def test_a_mean_of_k1_is_a_range_of_the_geometric_mean():
 def test_off_policy_sequence_masking_drops_drifted_rows_only_where_the_advantage_is_negative():
     logprobs, rollout_logprobs = torch.full((4, 2), -2.0), torch.tensor([[-1.0], [-1.0], [-1.9], [-1.9]]).expand(4, 2)
     advantages, mask = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).expand(4, 2), torch.ones(4, 2, dtype=torch.bool)
-    retained, _ = rejection_mask(logprobs, rollout_logprobs, mask, kind="k1", level="sequence_mean", high=0.5)
+    retained, _ = rejection_mask(
+        logprobs, rollout_logprobs, mask, kl_kind="k1", rejection_level="sequence_mean", high=0.5
+    )
     assert (retained | mask & (advantages >= 0))[:, 0].tolist() == [True, False, True, True]
 
 
@@ -212,7 +216,7 @@ def everything(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Corr
     for level in REJECTION_LEVELS:
         for kind in KINDS:
             retained, metrics = rejection_mask(
-                logprobs, rollout_logprobs, mask, kind=kind, level=level, low=-0.4, high=0.4
+                logprobs, rollout_logprobs, mask, kl_kind=kind, rejection_level=level, low=-0.4, high=0.4
             )
             actual |= {f"{level} {kind} {name}": x for name, x in ({"kept": retained} | metrics).items()}
     return actual
@@ -254,8 +258,10 @@ def test_extreme_log_ratios_stay_finite_and_are_bounded_or_dropped(extreme: floa
 
 def test_nan_tokens_are_rejected_and_have_no_weight():
     mask, logprobs = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[math.nan, 0.0]])
-    tokens, _ = rejection_mask(logprobs, torch.zeros(1, 2), mask, kind="k1", level="token", high=math.inf)
-    rows, _ = rejection_mask(logprobs, torch.zeros(1, 2), mask, kind="k1", level="sequence_max", high=math.inf)
+    tokens, _ = rejection_mask(logprobs, torch.zeros(1, 2), mask, kl_kind="k1", rejection_level="token", high=math.inf)
+    rows, _ = rejection_mask(
+        logprobs, torch.zeros(1, 2), mask, kl_kind="k1", rejection_level="sequence_max", high=math.inf
+    )
     assert tokens.tolist() == [[False, True]] and rows.tolist() == [[False, False]]
 
 
@@ -365,9 +371,9 @@ def test_unknown_levels_are_rejected():
     with pytest.raises(ValueError, match=r"level .*'row'"):
         importance_ratios(LOGPROBS, ROLLOUT_LOGPROBS, MASK, level="row")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"level .*'sequence'"):
-        rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind="k1", level="sequence", high=1.0)  # pyright: ignore[reportArgumentType]
+        rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kl_kind="k1", rejection_level="sequence", high=1.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_thresholds_in_the_wrong_order_are_rejected():
     with pytest.raises(ValueError, match=r"low .*2\.0.* high .*1\.0"):
-        rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kind="k1", level="token", low=2.0, high=1.0)
+        rejection_mask(LOGPROBS, ROLLOUT_LOGPROBS, MASK, kl_kind="k1", rejection_level="token", low=2.0, high=1.0)

@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "clip_cov": (partial(a.clip_cov_loss, *POLICY, selected=MASK), CLIPS),
     "select_clip_cov": (partial(a.select_clip_cov, ONE, MASK, seed=0), {"fraction": 0.5, "low": 0.0, "high": 1.0}),
     "select_kl_cov": (partial(a.select_kl_cov, ONE, MASK), {"fraction": 0.5}),
-    "kl_cov": (partial(a.kl_cov_loss, *POLICY, selected=MASK), {"kl_coef": 1.0}),
+    "kl_cov": (partial(a.kl_cov_loss, *POLICY, selected=MASK), {"cov_kl_coef": 1.0}),
     "gae": (partial(a.gae, ONE, ONE, MASK), {"gamma": 1.0, "lam": 1.0}),
     "aggregate": (
         partial(a.aggregate, ONE, MASK, mode="seq_mean_token_sum_norm"),
@@ -41,7 +41,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "truncated": (partial(a.truncated_weights, ONE, ONE, MASK, level="token"), {"max_weight": 2.0, "min_weight": 0.0}),
     "masked": (partial(a.masked_weights, ONE, ONE, MASK, level="token"), {"max_weight": 2.0, "min_weight": 0.0}),
     "rejection": (
-        partial(a.rejection_mask, ONE, ONE, MASK, kind="k1", level="token"),
+        partial(a.rejection_mask, ONE, ONE, MASK, kl_kind="k1", rejection_level="token"),
         {"high": 1.0, "low": -1.0},
     ),
     "normalized_weights": (partial(a.normalized_weights, ONE, MASK), {"mean": 1.0}),

@@ -83,7 +83,9 @@ def test_the_odds_of_orpo_are_accurate_near_zero_and_one(logprob: float):
 def test_a_row_s_log_ratio_is_summed_in_float64():
     logprobs, zeros = torch.tensor([[BIG, 1.0, -BIG]]), torch.zeros(1, 3)
     assert_close(importance_ratios(logprobs, zeros, every(1, 3), level="sequence"), torch.full((1, 3), math.e))
-    actual = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level="sequence_mean", high=0.0)[1]["divergence"]
+    actual = rejection_mask(logprobs, zeros, every(1, 3), kl_kind="k1", rejection_level="sequence_mean", high=0.0)[1][
+        "divergence"
+    ]
     assert_close(actual, torch.full((1, 3), -1 / 3))
 
 
@@ -165,7 +167,7 @@ def test_a_divergence_at_a_threshold_is_kept(level: RejectionLevel, low: float, 
     logprobs, zeros = torch.tensor([[0.5, -0.5, -0.75]]), torch.zeros(1, 3)
     if level in ("token", "sequence_max"):
         logprobs[0, 2] = 0
-    retained, _ = rejection_mask(logprobs, zeros, every(1, 3), kind="k1", level=level, low=low, high=high)
+    retained, _ = rejection_mask(logprobs, zeros, every(1, 3), kl_kind="k1", rejection_level=level, low=low, high=high)
     assert retained.all()
 
 

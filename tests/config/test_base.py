@@ -105,7 +105,11 @@ def test_every_member_is_read_back_from_its_yaml(field: str, name: str, tmp_path
         ("loss", {"kind": "reinforce", "clip_low": 0.1}, ["loss.clip_low", "ppo", "gspo", "reinforce", "loss.kind"]),
         ("loss", {"kind": "cispo", "dual_clip": 3.0}, ["loss.dual_clip", "ppo, decoupled_ppo", "cispo"]),
         ("loss", {"options": {"a": 1}}, ["loss.options", CUSTOM, "ppo"]),
-        ("advantage", {"estimator": "grpo", "kl_coef": 0.1}, ["advantage.kl_coef", "gae, rloo", "grpo"]),
+        (
+            "advantage",
+            {"estimator": "grpo", "kl_coef": 0.1},
+            ["advantage.kl_coef", "gae, reinforce_plus_plus", "rloo", "grpo"],
+        ),
         ("correction", {"kind": "truncated", "high": 1.0}, ["correction.high", "rejection", "truncated"]),
         ("shaping", {"kind": "clip_rewards", "low": 0.0, "buffer": 4}, ["shaping.buffer", "overlong_penalty"]),
         ("preference", {"kind": "ipo", "label_smoothing": 0.1}, ["preference.label_smoothing", "dpo", "ipo"]),
@@ -148,6 +152,21 @@ def test_an_error_names_the_setting_the_choices_and_the_location(
 def test_a_kl_gradient_of_a_custom_kl_is_rejected() -> None:
     with pytest.raises(ValidationError, match="kl_loss_gradient"):
         ActorConfig.model_validate(MODEL | {"kl_loss_kind": "m:f", "kl_loss_gradient": "k2"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"kl_loss_gradient": "k2"}, r"kl_loss_unbiased.*kl_loss_gradient is k2"),
+        ({"kl_loss_kind": "k2"}, r"kl_loss_unbiased.*kl_loss_kind is k2"),
+        ({"kl_loss_kind": "abs"}, r"kl_loss_unbiased.*kl_loss_kind is abs"),
+    ],
+)
+def test_an_unbiased_kl_loss_that_would_be_biased_is_rejected(settings: dict[str, str], pattern: str) -> None:
+    unbiased = MODEL | {"kl_loss_coef": 0.1, "kl_loss_unbiased": True}
+    with pytest.raises(ValidationError, match=pattern):
+        ActorConfig.model_validate(unbiased | settings)
+    assert ActorConfig.model_validate(unbiased | {"kl_loss_kind": "k1"}).kl_loss_unbiased
 
 
 @pytest.mark.parametrize("settings", [{"kl_loss_kind": "k1"}, {"kl_loss_gradient": "k1"}])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import ConfigError, DataConfig, load, load_located
-from flowrl.config.error_messages import FOREIGN_KEYS, REMOVED_KEYS, RENAMED_KEYS
+from flowrl.config.error_messages import FOREIGN_KEYS, REMOVED_KEYS, renamed_keys
 from flowrl.config.setting_tree import setting_paths
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
@@ -91,7 +91,7 @@ def test_a_setting_of_another_member_is_reported_at_its_location(ppo: Path) -> N
     assert error_of(ppo).startswith("ppo.yaml:17: algorithm.k ")
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+@pytest.mark.parametrize(("old", "new"), sorted(renamed_keys().items()))
 def test_a_renamed_key_is_an_error_that_names_the_new_key(ppo: Path, old: str, new: str) -> None:
     message = error_of(ppo, f"{old}=1")
     assert message.startswith(f"{old}=1: {old} ") and new in message

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.config import ConfigError, Placement, load, load_located, recipe_class, to_yaml
-from flowrl.config.algorithm.policy_loss import GspoLoss
+from flowrl.config import ConfigError, Placement, PolicyLossConfig, load, load_located, recipe_class, to_yaml
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
@@ -184,7 +183,7 @@ def test_a_missing_included_file_is_rejected(ppo: Path) -> None:
 def test_a_setting_of_a_bare_name_can_be_overridden(ppo: Path) -> None:
     rewrite(ppo, "optimizer: {lr: 1e-4}\ncritic", "optimizer: {lr: 1e-4}\n  loss: gspo\ncritic")
     loss = load(ppo, ["actor.loss.clip_high=0.01"], PPOConfig).actor.loss
-    assert loss == GspoLoss(kind="gspo", clip_high=0.01)
+    assert loss == PolicyLossConfig.select("gspo", clip_high=0.01)
 
 
 def test_reading_a_config_does_not_load_torch_or_ray() -> None:

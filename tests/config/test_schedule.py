@@ -6,15 +6,22 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flowrl.config import AnySchedule, AsyncSchedule, ConfigError, load, parse, to_yaml
-from flowrl.config.algorithm.advantage import GrpoAdvantage
-from flowrl.config.algorithm.correction import WeightCorrection
+from flowrl.config import (
+    AdvantageConfig,
+    AnySchedule,
+    AsyncSchedule,
+    ConfigError,
+    CorrectionConfig,
+    load,
+    parse,
+    to_yaml,
+)
 from flowrl.config.schedule import SyncSchedule
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 
 GRPO = grpo_settings()
-TRUNCATED = WeightCorrection(kind="truncated")
+TRUNCATED = CorrectionConfig.select("truncated")
 ASYNC = {"schedule": {"kind": "async"}}
 
 
@@ -101,11 +108,11 @@ def test_other_rollouts_are_not_corrected(settings: dict[str, Any]):
 
 def test_an_explicit_correction_is_kept():
     masked = {"algorithm": {"estimator": "grpo", "correction": {"kind": "masked"}}}
-    assert GRPOConfig.model_validate(GRPO | ASYNC | masked).algorithm.correction == WeightCorrection(kind="masked")
+    assert GRPOConfig.model_validate(GRPO | ASYNC | masked).algorithm.correction == CorrectionConfig.select("masked")
 
 
 def test_unresolved_auto_applies_no_correction():
-    config = GrpoAdvantage()
+    config = AdvantageConfig.select("grpo")
     assert (config.correction, config.applied_correction) == ("auto", None)
 
 

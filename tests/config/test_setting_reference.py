@@ -104,7 +104,7 @@ def test_settings_of_a_union_are_merged_if_they_are_equal() -> None:
     assert names["max_staleness"] == ("async",) and "kind" not in names
     loss = union_settings(config_classes(ActorConfig.model_fields["loss"].annotation))
     clip_low = {setting.members: default_of(setting.info) for setting in loss if setting.name == "clip_low"}
-    assert clip_low[("ppo", "decoupled_ppo", "clip_cov")] == 0.2 and clip_low[("gspo", "gspo_token")] == 3e-4
+    assert clip_low[("clip_cov", "ppo", "decoupled_ppo")] == 0.2 and clip_low[("gspo", "gspo_token")] == 3e-4
 
 
 def test_a_redefined_field_without_a_docstring_has_that_of_the_base_class() -> None:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from flowrl.config import (
     ActorConfig,
+    AdvantageConfig,
     CheckpointConfig,
     Config,
     CriticConfig,
@@ -29,7 +30,6 @@ from flowrl.config import (
     RunConfig,
     TrainedConfig,
 )
-from flowrl.config.algorithm.advantage import GaeAdvantage
 from flowrl.config.setting_tree import find_disabled_settings, meaning_of, setting_paths
 from flowrl.config.source import dotted
 from recipes.distillation.config import DistillationConfig
@@ -234,7 +234,8 @@ def test_the_processes_of_a_reward_model_run_may_extract_answers() -> None:
         (RolloutLogConfig, {"every": 0, "token_rows": 2}, {"every": 5}, "token_rows"),
         (ActorConfig, TRAINED | {"kl_loss_kind": "k2"}, {"kl_loss_coef": 0.1}, "kl_loss_kind"),
         (ActorConfig, TRAINED | {"kl_loss_gradient": "k2"}, {"kl_loss_coef": 0.1}, "kl_loss_gradient"),
-        (GaeAdvantage, {"kl_kind": "k2"}, {"kl_coef": 0.1}, "kl_kind"),
+        (ActorConfig, TRAINED | {"kl_loss_unbiased": True}, {"kl_loss_coef": 0.1}, "kl_loss_unbiased"),
+        (AdvantageConfig.members()["gae"], {"kl_kind": "k2"}, {"kl_coef": 0.1}, "kl_kind"),
         (CriticConfig, TRAINED | {"head_seed": 3}, {"head": "fresh"}, "head_seed"),
         (RewardModelConfig, TRAINED | {"head": "from_model", "head_seed": 3}, {"head": "fresh"}, "head_seed"),
         (RewardConfig, {"model": MODEL, "head_seed": 3}, {"head": "fresh"}, "head_seed"),

@@ -32,11 +32,7 @@ CLOCK |= {"wait_data_s", "wait_weights_s", "rewards/reward/seconds"}
 OWN_MODULE = "tests.algorithms.own_functions"
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{
-        name: ({"estimator": name}, {})
-        for name, member in members_of(AnyAdvantage).items()
-        if name not in ("gae", CUSTOM) and member.EXTRA_COLUMN is None  # pyright: ignore[reportAttributeAccessIssue]
-    },
+    **{name: ({"estimator": name}, {}) for name in members_of(AnyAdvantage) if name not in ("gae", CUSTOM)},
     **{f"loss {name}": ({"estimator": "grpo"}, {"loss": name}) for name in members_of(AnyPolicyLoss) if name != CUSTOM},
     "loss clip_cov that selects": (
         {"estimator": "grpo"},
@@ -73,6 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "straight-through": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"}),
+    "unbiased KL": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_kind": "k1", "kl_loss_unbiased": True}),
 }
 FAST_CASES = ("grpo", "loss gspo", "loss kl_cov that selects", "truncated", "own", "shaping", "adaptive KL")
 
@@ -114,6 +111,8 @@ def rollouts(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bat
         batch = batch.union(reward.score(batch))
         batch["old_logprobs"] = actor.logprobs(batch)
         batch["ref_logprobs"] = reference.logprobs(batch)
+        batch["sum_squared_probs"] = actor.sum_squared_probs(batch)
+        batch["greedy_scores"] = batch.select("scores")
         return Batch.of_payload(batch.payload(*batch.columns))
 
 

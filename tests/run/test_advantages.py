@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.algorithms import AdaptiveKlControl, RewardMoments
-from flowrl.config import AdvantageConfig, AnyAdvantage, AnyCorrection, OnPolicyConfig, UserError, parse
-from flowrl.config.algorithm.advantage import (
-    GaeAdvantage,
-    GdpoAdvantage,
-    GrpoAdvantage,
-    RemaxAdvantage,
-    RlooAdvantage,
-)
-from flowrl.config.algorithm.correction import RejectionCorrection, WeightCorrection
+from flowrl.algorithms import AdaptiveKlControl, RewardMoments, gae, grpo, remax
+from flowrl.algorithms.registry import advantage_estimators
+from flowrl.config import AdvantageConfig, AnyAdvantage, AnyCorrection, CorrectionConfig, UserError, parse
+from flowrl.config.stages.on_policy import OnPolicyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.run.advantages import Advantages, ShapedScores, measure_batch, shape_scores
 from tests.configs import on_policy_settings
@@ -62,14 +56,14 @@ def response(rows: Batch, name: str) -> list[float]:
     return rows.get(name)[torch.tensor(MASK)].tolist()
 
 
-GRPO = GrpoAdvantage()
+GRPO = advantage_estimators.settings(grpo)
 
 
 # Rewards and advantages.
 
 
 def test_gae_puts_the_score_last_and_the_kl_on_every_token() -> None:
-    config = GaeAdvantage(gamma=1.0, lam=1.0, kl_coef=0.5, kl_kind="k1")
+    config = AdvantageConfig.select("gae", gamma=1.0, lam=1.0, kl_coef=0.5, kl_kind="k1")
     rows = batch(
         values=[0.0, 0.5, 0.25, 0.0, 0.0, 1.0],
         old_logprobs=[0.0, -1.0, -2.0, 0.0, 0.0, -1.0],
@@ -85,7 +79,7 @@ def test_gae_puts_the_score_last_and_the_kl_on_every_token() -> None:
 def test_rloo_compares_scores_after_the_kl_penalty() -> None:
     rows = batch(old_logprobs=[0.0, -1.0, -2.0, 0.0, 0.0, -1.0], ref_logprobs=[0.0, -1.5, -1.0, 0.0, 0.0, -1.0])
     # As above, the penalties of row 0 are 0.25 and -0.5: its score of 1 becomes 1.25. That of row 1 stays 3.
-    result = compute(rows, RlooAdvantage(kl_coef=0.5, kl_kind="k1"))
+    result = compute(rows, AdvantageConfig.select("rloo", kl_coef=0.5, kl_kind="k1"))
     assert result.get("advantages").tolist() == [0, -1.75, -1.75, 0, 0, 1.75]
 
 
@@ -100,14 +94,14 @@ def test_old_logprobs_of_the_rollout_are_used_unless_others_are_stored(stored: A
 
 
 def test_whitened_advantages_have_mean_zero_over_the_batch() -> None:
-    result = compute(batch(values=[0.0] * 6), GaeAdvantage(whiten=True))
+    result = compute(batch(values=[0.0] * 6), advantage_estimators.settings(gae, whiten=True))
     # Advantages 1, 1, 3: mean 5/3, unbiased variance 4/3.
     expected = [(1 - 5 / 3) / (4 / 3) ** 0.5] * 2 + [(3 - 5 / 3) / (4 / 3) ** 0.5]
     assert response(result, "advantages") == pytest.approx(expected, rel=1e-6)
 
 
 def test_grpo_compares_the_rows_of_a_group() -> None:
-    result = compute(batch(), GrpoAdvantage(normalize_std=False))
+    result = compute(batch(), advantage_estimators.settings(grpo, normalize_std=False))
     assert result.get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
     assert result.get("token_rewards").tolist() == [0, 0, 1, 0, 0, 3]
 
@@ -123,13 +117,13 @@ def test_a_missing_column_is_an_error_that_names_setting_and_column(estimator: s
 def test_remax_reads_the_column_that_a_recipe_stores() -> None:
     rows = batch()
     rows["greedy_scores"] = Batch.from_rows([{"g": 0.5}, {"g": 4.0}])
-    assert response(compute(rows, RemaxAdvantage()), "advantages") == [0.5, 0.5, -1]
+    assert response(compute(rows, advantage_estimators.settings(remax)), "advantages") == [0.5, 0.5, -1]
 
 
 def test_gdpo_normalizes_each_reward_column() -> None:
     rows = batch()
     rows["style"] = Batch.from_rows([{"s": 0.0}, {"s": 0.0}])
-    config = GdpoAdvantage(reward_columns=("scores", "style"), reward_weights=(1.0, 2.0))
+    config = AdvantageConfig.select("gdpo", reward_columns=("scores", "style"), reward_weights=(1.0, 2.0))
     result = compute(rows, config)
     # Only the scores differ: -1 and 1. They are divided twice by their standard deviation plus eps = 1e-4.
     normalized = 1 / (2**0.5 + 1e-4)
@@ -149,7 +143,7 @@ def test_a_reward_that_does_not_apply_to_a_group_contributes_nothing_to_gdpo() -
         tokens={"input_ids": [1] * 4, "response_mask": [True] * 4},
         lengths=[1] * 4,
     )
-    result = compute(rows, GdpoAdvantage(reward_columns=("code", "math")))
+    result = compute(rows, AdvantageConfig.select("gdpo", reward_columns=("code", "math")))
     normalized = 1 / (2 * (0.5**0.5 + 1e-4))
     expected = normalized / ((4 * normalized**2 / 3) ** 0.5 + 1e-4)
     expected_advantages = [-expected, expected, -expected, expected]
@@ -222,7 +216,7 @@ def test_the_behavior_policy_of_decoupled_ppo_is_the_rollout() -> None:
 def test_kl_cov_selects_the_largest_covariances_of_the_batch() -> None:
     rows = batch(old_logprobs=[0.0, -1.0, -3.0, 0.0, 0.0, -2.0])
     # Advantages -1, -1 and 1 with mean -1/3, log-probabilities with mean -2: covariances -2/3, 2/3 and 0.
-    result = compute(rows, GrpoAdvantage(normalize_std=False), "kl_cov", cov_fraction=0.4)
+    result = compute(rows, advantage_estimators.settings(grpo, normalize_std=False), "kl_cov", cov_fraction=0.4)
     assert response(result, "selected") == [False, True, False]
 
 
@@ -252,7 +246,7 @@ def test_clip_cov_depends_on_the_step_and_is_reproducible() -> None:
     ],
 )
 def test_a_correction_weights_the_tokens(settings: dict[str, Any], weights: list[float]) -> None:
-    config = GrpoAdvantage(correction=parse(AnyCorrection, settings))
+    config = AdvantageConfig.select("grpo", correction=parse(AnyCorrection, settings))
     result = compute(batch_with_ratios(), config)
     assert response(result, "loss_weights") == pytest.approx(weights)
     assert response(result, "loss_mask") == [True, True, True]
@@ -271,27 +265,27 @@ def test_a_correction_weights_the_tokens(settings: dict[str, Any], weights: list
 )
 def test_rejected_rows_leave_the_loss(settings: dict[str, Any], mask: list[bool]) -> None:
     correction = parse(AnyCorrection, {"kind": "rejection"} | settings)
-    result = compute(batch_with_ratios(), GrpoAdvantage(correction=correction))
+    result = compute(batch_with_ratios(), AdvantageConfig.select("grpo", correction=correction))
     assert response(result, "loss_mask") == mask
 
 
 def test_truncated_responses_leave_the_loss_but_count_in_the_baseline() -> None:
-    config = GrpoAdvantage(mask_truncated=True, normalize_std=False)
+    config = AdvantageConfig.select("grpo", mask_truncated=True, normalize_std=False)
     rows = batch()
     result = compute(rows, config)
     # Row 0 is truncated. The scores are 1 and 3, with mean 2.
     assert result.get("loss_mask").tolist() == [False, False, False, False, False, True]
     assert response(result, "advantages") == [-1, -1, 1]
     assert result.get("response_mask").tolist() == MASK
-    assert "loss_mask" not in compute(rows, GrpoAdvantage())
+    assert "loss_mask" not in compute(rows, advantage_estimators.settings(grpo))
 
 
 def test_masked_truncated_responses_and_rejected_tokens_both_leave_the_loss() -> None:
     # The ratios of trainer to rollout are 2, 8 and 1/2, so k1 is -log 2, -3 log 2 and log 2.
-    correction = RejectionCorrection(rejection_level="token", high=0.5)
-    assert response(compute(batch_with_ratios(), GrpoAdvantage(correction=correction)), "loss_mask") == [1, 1, 0]
-    config = GrpoAdvantage(correction=correction, mask_truncated=True)
-    assert response(compute(batch_with_ratios(), config), "loss_mask") == [0, 0, 0]
+    correction = CorrectionConfig.select("rejection", rejection_level="token", high=0.5)
+    for mask_truncated, expected in ((False, [1, 1, 0]), (True, [0, 0, 0])):
+        config = AdvantageConfig.select("grpo", correction=correction, mask_truncated=mask_truncated)
+        assert response(compute(batch_with_ratios(), config), "loss_mask") == expected
 
 
 HALF = 0.5**0.5
@@ -323,7 +317,7 @@ def test_truncated_responses_do_not_enter_the_normalization_of_trained_tokens(
 
 def test_a_rejected_token_gives_its_reward_to_earlier_tokens_but_does_not_enter_their_normalization() -> None:
     # Only the second token of row 0 is rejected: k1 is -3 log 2. Its score is also the return of the first token.
-    correction = RejectionCorrection(rejection_level="token", low=-2 * LOG2, high=9.0)
+    correction = CorrectionConfig.select("rejection", rejection_level="token", low=-2 * LOG2, high=9.0)
     result = compute(
         batch_with_ratios(), parse(AnyAdvantage, {"estimator": "reinforce_plus_plus", "correction": correction})
     )
@@ -333,10 +327,10 @@ def test_a_rejected_token_gives_its_reward_to_earlier_tokens_but_does_not_enter_
 
 
 def test_normalized_weights_have_the_mean_one_over_trained_tokens() -> None:
-    correction = WeightCorrection(kind="truncated", max_weight=9.0, normalize=True)
+    correction = CorrectionConfig.select("truncated", max_weight=9.0, normalize=True)
     rows = batch_with_ratios()
     rows["truncated"] = Batch.from_rows([{"t": False}, {"t": True}])
-    config = GrpoAdvantage(correction=correction, mask_truncated=True)
+    config = AdvantageConfig.select("grpo", correction=correction, mask_truncated=True)
     # The weights are 2 and 8 in row 0, and 1/2 in the truncated row 1.
     assert response(compute(rows, config), "loss_weights") == pytest.approx([0.4, 1.6, 0.1])
     values = metrics_of(rows, config)
@@ -347,20 +341,20 @@ def test_normalized_weights_have_the_mean_one_over_trained_tokens() -> None:
 
 
 def test_a_step_without_trained_tokens_has_no_mean_weight() -> None:
-    correction = RejectionCorrection(rejection_level="token", high=0.5)
-    values = metrics_of(batch_with_ratios(), GrpoAdvantage(correction=correction, mask_truncated=True))
+    correction = CorrectionConfig.select("rejection", rejection_level="token", high=0.5)
+    values = metrics_of(batch_with_ratios(), AdvantageConfig.select("grpo", correction=correction, mask_truncated=True))
     assert values["correction/rejected_fraction"] == 1 and "correction/weight" not in values
 
 
 def test_losses_select_no_tokens_of_masked_truncated_responses() -> None:
     rows = batch(old_logprobs=[0.0, -1.0, -3.0, 0.0, 0.0, -2.0])
-    config = GrpoAdvantage(normalize_std=False, mask_truncated=True)
+    config = AdvantageConfig.select("grpo", normalize_std=False, mask_truncated=True)
     # One token is left, whose covariance is 0.
     assert response(compute(rows, config, "kl_cov", cov_fraction=1.0), "selected") == [False, False, True]
 
 
 def test_a_correction_has_metrics() -> None:
-    config = GrpoAdvantage(correction=WeightCorrection(kind="truncated", max_weight=4.0))
+    config = AdvantageConfig.select("grpo", correction=CorrectionConfig.select("truncated", max_weight=4.0))
     values = metrics_of(batch_with_ratios(), config)
     assert values["correction/weight"] == pytest.approx(6.5 / 3)
     # (2 + 4 + 0.5)^2 / (4 + 16 + 0.25) of 3 tokens.
@@ -370,20 +364,20 @@ def test_a_correction_has_metrics() -> None:
 
 
 def test_the_effective_samples_of_row_weights_are_rows() -> None:
-    correction = WeightCorrection(kind="truncated", level="sequence", max_weight=4.0)
-    values = metrics_of(batch_with_ratios(), GrpoAdvantage(correction=correction))
+    correction = CorrectionConfig.select("truncated", level="sequence", max_weight=4.0)
+    values = metrics_of(batch_with_ratios(), AdvantageConfig.select("grpo", correction=correction))
     # Rows of weight 4 (16, truncated) and 1/2; the first has two tokens.
     assert values["correction/weight"] == pytest.approx(8.5 / 3)
     assert values["correction/effective_samples"] == pytest.approx(4.5**2 / 16.25 / 2)
 
 
-@pytest.mark.parametrize("correction", [None, RejectionCorrection(high=9.0)])
+@pytest.mark.parametrize("correction", [None, CorrectionConfig.select("rejection", high=9.0)])
 def test_a_loss_that_contains_the_weight_has_correction_metrics(correction: AnyCorrection | None) -> None:
     rows = batch(
         rollout_logprobs=[9.0, -1 - LOG2, -1.0, 9.0, 9.0, -1 + LOG2],
         old_logprobs=[0.0, -1.0, -1.0, 0.0, 0.0, -1.0],
     )
-    values = metrics_of(rows, GrpoAdvantage(correction=correction), "decoupled_ppo")
+    values = metrics_of(rows, AdvantageConfig.select("grpo", correction=correction), "decoupled_ppo")
     # Weights of 2, 1 and 1/2.
     assert values["correction/weight"] == pytest.approx(3.5 / 3)
     assert values["correction/effective_samples"] == pytest.approx(3.5**2 / (4 + 1 + 0.25) / 3)
@@ -407,7 +401,7 @@ def shaping_batch() -> Batch:
     return Batch.from_columns(rows=rows, tokens={"response_mask": torch.tensor(SHAPING_MASK)}, lengths=[2, 3, 4, 2])
 
 
-def rloo(*shaping: dict[str, Any]) -> AdvantageConfig:
+def shaped_rloo(*shaping: dict[str, Any]) -> AdvantageConfig:
     return parse(AnyAdvantage, {"estimator": "rloo", "shaping": shaping})
 
 
@@ -427,7 +421,7 @@ def rloo(*shaping: dict[str, Any]) -> AdvantageConfig:
     ],
 )
 def test_shapings_are_applied_in_order(shaping: list[dict[str, Any]], expected: list[float]) -> None:
-    assert compute(shaping_batch(), rloo(*shaping)).get("shaped_scores").tolist() == expected
+    assert compute(shaping_batch(), shaped_rloo(*shaping)).get("shaped_scores").tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -446,11 +440,11 @@ def test_the_length_of_a_response_includes_the_tokens_of_its_environment(
     tokens = {"response_mask": torch.tensor([*prompt, *first, *prompt, *[True] * 90])}
     rows = {"scores": torch.ones(2), "group": [0, 0]}
     batch = Batch.from_columns(rows=rows, tokens=tokens, lengths=[103, 93])
-    assert compute(batch, rloo(shaping)).get("shaped_scores").tolist() == expected
+    assert compute(batch, shaped_rloo(shaping)).get("shaped_scores").tolist() == expected
 
 
 def test_advantages_are_computed_from_shaped_scores_and_scores_stay() -> None:
-    result = compute(shaping_batch(), rloo(CLIP))
+    result = compute(shaping_batch(), shaped_rloo(CLIP))
     # 1, 1 and 0 against the mean of the others.
     mask = torch.tensor(SHAPING_MASK)
     assert result.get("advantages")[mask].tolist() == [0.5, 0.5, 0.5, -1, -1, -1, 0]
@@ -464,26 +458,26 @@ def test_gdpo_on_scores_uses_the_shaped_scores() -> None:
 
 
 def test_the_shaping_metric_is_the_mean_change_of_the_score() -> None:
-    values = metrics_of(shaping_batch(), rloo(CLIP, OVERLONG))
+    values = metrics_of(shaping_batch(), shaped_rloo(CLIP, OVERLONG))
     assert values["reward"] == 1.25
     # 0, -2.25, -0.5 and 0.
     assert values["reward_shaping"] == pytest.approx(-0.6875)
 
 
 def test_shaping_does_not_depend_on_the_order_of_the_rows() -> None:
-    config, order = rloo(CLIP, OVERLONG, SHORTER), [2, 0, 3, 1]
+    config, order = shaped_rloo(CLIP, OVERLONG, SHORTER), [2, 0, 3, 1]
     mixed = compute(shaping_batch().reorder(order), config).get("shaped_scores")
     assert mixed.tolist() == compute(shaping_batch(), config).get("shaped_scores")[order].tolist()
 
 
 def test_a_column_that_shaping_lacks_is_an_error() -> None:
     with pytest.raises(UserError, match=r"algorithm\.shaping\b.*\bgroup\b"):
-        compute(shaping_batch().drop("group"), rloo(SHORTER))
+        compute(shaping_batch().drop("group"), shaped_rloo(SHORTER))
 
 
 def test_a_shaping_of_another_shape_is_an_error() -> None:
     with pytest.raises(UserError, match=rf"{OWN}:summed"):
-        compute(shaping_batch(), rloo({"kind": f"{OWN}:summed"}))
+        compute(shaping_batch(), shaped_rloo({"kind": f"{OWN}:summed"}))
 
 
 # State.
@@ -491,7 +485,7 @@ def test_a_shaping_of_another_shape_is_an_error() -> None:
 
 def test_moments_include_the_rewards_that_the_function_receives() -> None:
     before = ShapedScores(torch.empty(0), (RewardMoments(), RewardMoments(count=1, mean=3.0)))
-    shaped = shape_scores(shaping_batch().tensordict("scores"), rloo(CLIP, NORMALIZE).shaping, before)
+    shaped = shape_scores(shaping_batch().tensordict("scores"), shaped_rloo(CLIP, NORMALIZE).shaping, before)
     # 3, 1, 1, 0, 1: mean 1.2, squared deviations 3.24 + 3 * 0.04 + 1.44 = 4.8, variance 1.2.
     assert shaped.moments[0] == RewardMoments() and shaped.moments[1].count == 5
     assert shaped.moments[1].mean == pytest.approx(1.2) and shaped.moments[1].std == pytest.approx(1.2**0.5)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flowrl.config import AdvantageConfig, ConfigError, OnPolicyConfig, UserError
-from flowrl.config.algorithm.advantage import CustomAdvantage, RlooAdvantage
 from flowrl.data.batch.batch import Batch
 from flowrl.run.advantages import Advantages
 from flowrl.run.checks.config_checks import check_functions
+from flowrl.workers.losses.configured_losses import policy_loss
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings, on_policy_settings
 
@@ -36,18 +36,44 @@ def run_with(algorithm: dict[str, Any], reward: dict[str, str] | None = None, **
 
 
 def test_an_estimator_gets_its_inputs_by_name_and_its_options() -> None:
-    config = CustomAdvantage(estimator=f"{OWN}:sign", options={"bar": 2.0})
+    config = AdvantageConfig.select(f"{OWN}:sign", options={"bar": 2.0})
     assert compute(batch(), config).get("advantages").tolist() == [0, -1, -1, 0, 0, 1]
 
 
+def test_an_estimator_may_read_any_column_and_an_optional_one() -> None:
+    config = AdvantageConfig.select(f"{OWN}:with_bonus")
+    with pytest.raises(UserError, match=r"algorithm\.estimator .*with_bonus.*\bbonus\b"):
+        compute(batch(), config)
+    rows = batch().union(Batch.from_columns({"bonus": torch.tensor([0.5, 1.0])}))
+    assert compute(rows, config).get("advantages").tolist() == [0, 1.5, 1.5, 0, 0, 4]
+    rows = rows.union(Batch.from_columns({"malus": torch.tensor([1.0, 2.0])}))
+    assert compute(rows, config).get("advantages").tolist() == [0, 0.5, 0.5, 0, 0, 2]
+
+
+def test_a_loss_declares_a_column_that_is_computed_from_the_whole_batch() -> None:
+    settings = on_policy_settings(algorithm={"estimator": f"{OWN}:sign", "options": {"bar": 2.0}})
+    settings["reward"] = {"function": SCORE}
+    settings["actor"]["loss"] = {"kind": f"{OWN}:large_only", "options": {"bar": 0.5, "weight": 2.0}}
+    config = OnPolicyConfig.model_validate(settings)
+    check_functions(config)
+    result = Advantages(config).compute(batch())[0]
+    assert result.get("is_large").tolist() == [False, False, False, False, False, True]
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    columns = {name: result.get(name).view(2, 3) for name in ("advantages", "is_large")}
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    loss = policy_loss(config.actor).function(logprobs, torch.zeros(2, 3), mask, **columns)[0]
+    loss.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[0, 0, 0], [0, 0, -2]]
+
+
 def test_an_estimator_that_reads_values_gives_returns() -> None:
-    result = compute(batch(values=[0.5] * 6), CustomAdvantage(estimator=f"{OWN}:with_critic"))
+    result = compute(batch(values=[0.5] * 6), AdvantageConfig.select(f"{OWN}:with_critic"))
     assert result.get("advantages").tolist() == [0, -0.5, 0.5, 0, 0, 2.5]
     assert result.get("returns").tolist() == [0, 0, 1, 0, 0, 3]
 
 
 def test_a_user_defined_kl_estimate_shapes_the_rewards() -> None:
-    config = RlooAdvantage(kl_coef=0.5, kl_kind=f"{OWN}:squared")
+    config = AdvantageConfig.select("rloo", kl_coef=0.5, kl_kind=f"{OWN}:squared")
     result = compute(batch(old_logprobs=[9.0, -1, -2, 9, 9, -1], ref_logprobs=[0.0, -3, -2, 0, 0, -1]), config)
     # The penalty is 0.5 * 4 on the first token of row 0; its score is -1 then, and that of row 1 is 3.
     assert result.get("token_rewards").tolist() == [0, -2, 1, 0, 0, 3]
@@ -56,7 +82,7 @@ def test_a_user_defined_kl_estimate_shapes_the_rewards() -> None:
 
 def test_a_result_of_another_shape_is_an_error() -> None:
     with pytest.raises(UserError, match=rf"algorithm\.estimator {OWN}:rows_only"):
-        compute(batch(), CustomAdvantage(estimator=f"{OWN}:rows_only")).get("advantages")
+        compute(batch(), AdvantageConfig.select(f"{OWN}:rows_only")).get("advantages")
 
 
 @pytest.mark.parametrize(

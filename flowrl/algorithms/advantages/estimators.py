@@ -4,15 +4,28 @@ Shape suffixes: B rows, T token positions. Results have at least float32, are 0 
 gradient. All functions raise ValueError for settings out of range, mismatched shapes, or a mask that is not bool.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flowrl.algorithms.masking import at_least_float32, masked_range, masked_rows, masked_tokens
+from flowrl.algorithms.registry import Constant, Fraction, advantage_estimators
 
 
+@advantage_estimators.register("gae", kl_penalty=True)
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Returns generalized advantage estimates (GAE) over the tokens of each row.
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    trained_mask: Tensor | None = None,
+    *,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
+    whiten: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns generalized advantage estimates (GAE) over the tokens of each row, with the values of a critic.
 
     s(t) is the next position of the row at which the mask is true:
 
@@ -24,8 +37,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         rewards: [B, T], reward for token t.
         values: [B, T], value of the state in which token t is sampled.
         mask: bool [B, T], true for tokens that the policy sampled. Other tokens (tool outputs) are not time steps.
-        gamma: discount per sampled token, in [0, 1].
-        lam: in [0, 1]; 0 gives one-step TD errors, 1 gives Monte Carlo returns minus values.
+        trained_mask: bool [B, T], the tokens of the mask that the loss trains on. None: all tokens of the mask.
+        gamma: Discount per token.
+        lam: GAE lambda. 0 gives one-step TD errors; 1 gives the full return minus the value.
+        whiten: Normalize the advantages of a step to mean 0 and variance 1 over its trained tokens.
     Returns: a tuple (advantages [B, T], returns [B, T]).
 
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438, eq. (16). The finite form is eq. (11) and (12) of
@@ -48,12 +63,19 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     for t in range(len(steps_TB) - 1, 0, -1):
         torch.addcmul(steps_TB[t], decays_TB[t], future_TB[t], out=future_TB[t - 1])
     returns_BT = future_TB.t().contiguous().masked_fill_(~mask, 0).add_(rewards_BT)
-    return returns_BT - values_BT, returns_BT
+    advantages_BT = returns_BT - values_BT
+    return _whitened(advantages_BT, mask, trained_mask) if whiten else advantages_BT, returns_BT
 
 
+@advantage_estimators.register("reinforce_plus_plus", kl_penalty=True)
 @torch.no_grad()
 def reinforce_plus_plus(
-    rewards: Tensor, mask: Tensor, *, trained_mask: Tensor | None = None, gamma: float = 1.0, eps: float = 1e-8
+    rewards: Tensor,
+    mask: Tensor,
+    trained_mask: Tensor | None = None,
+    *,
+    gamma: Fraction = 1.0,
+    eps: Constant[float] = 1e-8,
 ) -> Tensor:
     """Returns REINFORCE++ advantages: discounted future rewards, whitened over the trained tokens of the batch.
 
@@ -64,18 +86,23 @@ def reinforce_plus_plus(
         mask: bool [B, T], as in `gae`.
         trained_mask: bool [B, T], the tokens of the mask that the loss trains on. Other tokens have rewards, but do
             not enter the whitening, and their advantages are 0. None: all tokens of the mask.
-        gamma: discount per sampled token, in [0, 1] (paper: 1).
+        gamma: Discount per token.
         eps: small number that `whiten` adds to the variance.
     Returns: [B, T]. All advantages are 0 if all G are equal.
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262. The discount is from the published code; the paper has none.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262. The discount is from the published code; the paper has none (1).
     """
     # With values of 0 and lam 1, returns are discounted sums of future rewards.
     returns_BT, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
-    trained_BT = mask if trained_mask is None else masked_tokens(mask, trained_mask=trained_mask)[0].bool()
-    return whiten(returns_BT, trained_BT, eps=eps)
+    return _whitened(returns_BT, mask, trained_mask, eps=eps)
 
 
+def _check_remax(shaping: Sequence[object]) -> None:
+    if shaping:
+        raise ValueError("shaping does not change the greedy_scores that remax subtracts: remove shaping")
+
+
+@advantage_estimators.register("remax", kl_penalty=True, checks=(_check_remax,))
 @torch.no_grad()
 def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     """Returns ReMax advantages: the score minus the score of the greedy response, at every token.
@@ -92,6 +119,12 @@ def remax(scores: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     scores_B, greedy_scores_B = masked_rows(mask, scores=scores, greedy_scores=greedy_scores)
     advantages_B = (scores_B.double() - greedy_scores_B.double()).to(at_least_float32(scores_B).dtype)
     return torch.where(mask, advantages_B[:, None], 0)
+
+
+def _whitened(values: Tensor, mask: Tensor, trained_mask: Tensor | None, *, eps: float = 1e-8) -> Tensor:
+    """Returns the values, whitened over the trained tokens of the mask."""
+    trained_BT = mask if trained_mask is None else masked_tokens(mask, trained_mask=trained_mask)[0].bool()
+    return whiten(values, trained_BT, eps=eps)
 
 
 @torch.no_grad()

@@ -17,13 +17,14 @@ A group of equal scores has advantage 0. A group of one row also has advantage 0
 score or NaN. A non-finite score makes the advantages of its group NaN and does not affect other groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms.advantages.estimators import whiten
 from flowrl.algorithms.masking import at_least_float32, masked_rows, masked_tokens
+from flowrl.algorithms.registry import Annotated, ColumnNames, Constant, Ge, Numbers, advantage_estimators
 
 
 def group_index(groups: Tensor) -> Tensor:
@@ -81,14 +82,17 @@ def _table_shape(values: Tensor, num_groups: int | None) -> tuple[int, ...]:
     return (len(values) if num_groups is None else num_groups, *values.shape[1:])
 
 
+@advantage_estimators.register("grpo")
 @torch.no_grad()
-def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, eps: float = 1e-4) -> Tensor:
+def grpo(
+    scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = True, eps: Constant[float] = 1e-4
+) -> Tensor:
     """Returns GRPO advantages: the score minus the group mean, optionally divided by the standard deviation.
 
         A_i = (r_i - mean(r)) / (std(r) + eps)      mean and std over the group of row i
 
     Args (the module docstring describes the others):
-        normalize_std: True divides by the standard deviation of the group (GRPO). False does not divide (Dr. GRPO).
+        normalize_std: Divide by the standard deviation of the group's scores. False gives Dr. GRPO.
         eps: >= 0, in units of the score. Suppresses numerical noise: a spread of 1e-7 gives advantages near 1e-3.
     Returns: [B, T].
 
@@ -101,6 +105,7 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool, e
     return _on_tokens(deviations_B / _scale(variances_B, eps) if normalize_std else deviations_B, scores, mask)
 
 
+@advantage_estimators.register("rloo", kl_penalty=True)
 @torch.no_grad()
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     """Returns leave-one-out advantages: the score minus the mean of the group's other scores.
@@ -118,9 +123,10 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     return _on_tokens(deviations_B * sizes_B / (sizes_B - 1).clamp(min=1), scores, mask)
 
 
+@advantage_estimators.register("reinforce_plus_plus_baseline")
 @torch.no_grad()
 def reinforce_plus_plus_baseline(
-    scores: Tensor, groups: Tensor, mask: Tensor, *, trained_mask: Tensor | None = None, eps: float = 1e-8
+    scores: Tensor, groups: Tensor, mask: Tensor, trained_mask: Tensor | None = None, *, eps: Constant[float] = 1e-8
 ) -> Tensor:
     """Returns REINFORCE++ advantages with a group baseline: score minus group mean, whitened over trained tokens.
 
@@ -144,6 +150,7 @@ def reinforce_plus_plus_baseline(
     return whitened_BT.masked_fill(trained_BT & ~is_finite_BT, torch.nan)
 
 
+@advantage_estimators.register("opo")
 @torch.no_grad()
 def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     """Returns OPO advantages: the score minus the length-weighted group mean, which minimizes the variance.
@@ -162,16 +169,20 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     return _on_tokens(above_low_B - baselines_B, scores, mask)
 
 
+@advantage_estimators.register("gpg")
 @torch.no_grad()
-def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = False, eps: float = 1e-4) -> Tensor:
+def gpg(
+    scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = False, eps: Constant[float] = 1e-4
+) -> Tensor:
     """Returns GPG advantages: score minus group mean, scaled up to compensate for groups with equal scores.
 
         A_i = alpha (r_i - mean(r)) / F      alpha = B / (B - M)
 
     B is the number of rows. M is the number of rows in groups whose scores are all equal, including groups of one row.
+    F is 1 (paper). With normalize_std, F is the unbiased standard deviation of the group plus eps.
 
     Args (the module docstring describes the others):
-        normalize_std: True sets F to the unbiased standard deviation of the group plus eps. False sets F to 1 (paper).
+        normalize_std: Divide by the standard deviation of the group's scores.
         eps: >= 0, in units of the score.
     Returns: [B, T].
 
@@ -187,15 +198,24 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
     return _on_tokens(alpha * deviations_B, scores, mask)
 
 
+def _check_k(k: int | None, samples_per_prompt: int) -> None:
+    if k is not None and k > samples_per_prompt:
+        raise ValueError(
+            f"algorithm.k is {k}, more than samples_per_prompt ({samples_per_prompt}), so every advantage would be 0: "
+            f"set it to at most {samples_per_prompt}"
+        )
+
+
+@advantage_estimators.register("pass_at_k", checks=(_check_k,))
 @torch.no_grad()
 def pass_at_k(
     scores: Tensor,
     groups: Tensor,
     mask: Tensor,
     *,
-    k: int | None = None,
+    k: Annotated[int, Ge(2)] | None = None,
     normalize_std: bool = False,
-    eps: float = 1e-4,
+    eps: Constant[float] = 1e-4,
 ) -> Tensor:
     """Returns advantages whose policy gradient maximizes E[max of k scores]. For scores of 0 and 1, this is pass@k.
 
@@ -208,8 +228,8 @@ def pass_at_k(
     For k = n, only a unique best row has an advantage.
 
     Args (the module docstring describes the others):
-        k: 2 or more. None uses the size of each row's group.
-        normalize_std: True divides by the standard deviation of the group's scores, as `grpo` does.
+        k: Samples per set; null uses the group size.
+        normalize_std: Divide by the standard deviation of the group's scores.
         eps: >= 0, in units of the score, added to the standard deviation.
     Returns: [B, T]. The advantages are 0 for groups of fewer than k rows.
 
@@ -244,14 +264,49 @@ def pass_at_k(
     return _on_tokens(advantages_B.where(~scores_B.isnan(), torch.nan), scores, mask)
 
 
+def reward_table(columns: Mapping[str, Tensor], *, reward_columns: ColumnNames = ("scores",)) -> Tensor:
+    """Returns the rewards [B, K] of the columns `reward_columns`, each [B].
+
+    NaN means that a reward does not apply to the data source of the group. It becomes 0: a constant contributes
+    nothing.
+
+    Args:
+        columns: the columns by name.
+        reward_columns: Columns with rewards. Each column has one reward per sequence.
+    """
+    rewards_BK = torch.stack([columns[name].float() for name in reward_columns], dim=-1)
+    return rewards_BK.where(~rewards_BK.isnan(), 0)
+
+
+def weighted_sum(scores: Tensor, reward_weights: Sequence[float] | None = None) -> Tensor:
+    """Returns the sum [B] of the rewards `scores` [B, K] with the weights. By default, all weights are 1."""
+    return scores @ torch.tensor(reward_weights or [1.0] * scores.shape[1]).to(scores)
+
+
+def _check_weights(reward_columns: Sequence[str], reward_weights: Sequence[float] | None) -> None:
+    if reward_weights and len(reward_weights) != len(reward_columns):
+        raise ValueError(f"reward_weights must have {len(reward_columns)} numbers, one per entry of reward_columns")
+
+
+def _check_shaping(reward_columns: Sequence[str], shaping: Sequence[object]) -> None:
+    if shaping and tuple(reward_columns) != ("scores",):
+        raise ValueError(
+            f"shaping changes the column scores only, but reward_columns is {', '.join(reward_columns)}: "
+            "remove shaping, or compute the shaped reward as a column"
+        )
+
+
+@advantage_estimators.register(
+    "gdpo", prepare={"scores": reward_table, "reward": weighted_sum}, checks=(_check_weights, _check_shaping)
+)
 @torch.no_grad()
 def gdpo(
     scores: Tensor,
     groups: Tensor,
     mask: Tensor,
     *,
-    weights: Sequence[float] | None = None,
-    eps: float = 1e-4,
+    reward_weights: Numbers | None = None,
+    eps: Constant[float] = 1e-4,
 ) -> Tensor:
     """Returns GDPO advantages: rewards normalized per group, summed, and normalized over the batch.
 
@@ -260,7 +315,7 @@ def gdpo(
 
     Args (the module docstring describes the others):
         scores: [B, K], one column per reward, K >= 1.
-        weights: K weights of the normalized rewards. By default, all weights are 1.
+        reward_weights: Weight of each reward after normalization; null weights all rewards by 1.
         eps: >= 0, added to the standard deviations.
     Returns: [B, T]. A reward that is constant within a group contributes 0 to the group's advantages.
 
@@ -270,12 +325,14 @@ def gdpo(
     if scores.dim() != 2 or scores.shape[1] == 0:
         raise ValueError(f"scores has shape {list(scores.shape)}, but must be [B, K]: a column per reward")
     num_rewards = scores.shape[1]
-    if weights is not None and len(weights) != num_rewards:
-        raise ValueError(f"weights has {len(weights)} numbers, but must have one per reward, {num_rewards}")
+    if reward_weights is not None and len(reward_weights) != num_rewards:
+        raise ValueError(
+            f"reward_weights has {len(reward_weights)} numbers, but must have one per reward, {num_rewards}"
+        )
     _, group_of_B = _scores_and_groups(scores[:, 0], groups, mask)
     scores_BK = _mask_non_finite(scores.double(), group_of_B)
     deviations_BK, variances_BK = group_deviations(scores_BK, group_of_B)
-    weights_K = torch.ones(num_rewards) if weights is None else torch.tensor(weights)
+    weights_K = torch.ones(num_rewards) if reward_weights is None else torch.tensor(reward_weights)
     sums_B = (deviations_BK / _scale(variances_BK, eps)) @ weights_K.to(deviations_BK)
     # The mean is not subtracted: it is 0 for each group up to rounding errors.
     is_finite_B = ~sums_B.isnan()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index
 from flowrl.algorithms.masking import at_least_float32
+from flowrl.algorithms.registry import Constant, NonNegativeFloat, PositiveInt, reward_shaping
 
 
 @torch.no_grad()
@@ -35,8 +36,9 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
     _check_rows("lengths", lengths)
     if max_length <= 0:
         raise ValueError(f"max_length is {max_length}, but must be above 0, in tokens")
-    if not 1 <= buffer <= max_length:
-        raise ValueError(f"buffer is {buffer}, but must be in 1 to max_length, which is {max_length}")
+    if buffer < 1:
+        raise ValueError(f"buffer is {buffer}, but must be at least 1")
+    _check_buffer(max_length, buffer)
     # Lengths above 2^24 are not exact in float32.
     penalty_B = (max_length - buffer - lengths.double()) / buffer
     return penalty_B.clamp(-1, 0).to(torch.float32)
@@ -71,48 +73,85 @@ def length_penalty(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
     return torch.where(high_B > low_B, reward_B, 0).to(torch.float32)
 
 
+def _check_buffer(max_length: int, buffer: int) -> None:
+    if buffer > max_length:
+        raise ValueError(f"buffer is {buffer}, above max_length: set it to at most {max_length}")
+
+
+def _check_start(max_length: int, buffer: int, max_response_tokens: int) -> None:
+    if (start := max_length - buffer) >= max_response_tokens:
+        raise ValueError(
+            f"algorithm.shaping overlong_penalty starts at max_length - buffer = {start} tokens, but "
+            f"rollout.max_response_tokens is {max_response_tokens}, so it would have no effect: lower max_length"
+        )
+
+
+@reward_shaping.register("overlong_penalty", checks=(_check_buffer, _check_start))
 @torch.no_grad()
 def with_overlong_penalty(
-    rewards: Tensor, lengths: Tensor, *, max_length: int, buffer: int, coef: float = 1.0
+    rewards: Tensor, lengths: Tensor, *, max_length: PositiveInt, buffer: PositiveInt, coef: NonNegativeFloat = 1.0
 ) -> Tensor:
-    """Adds coef times `overlong_penalty` (DAPO) to the rewards.
+    """Subtracts a penalty from responses close to the length limit (DAPO). The length includes the tokens of an
+    environment, as in `rollout.max_response_tokens`.
+
+    Adds coef times `overlong_penalty` to the rewards.
 
     Args:
         rewards: [B].
-        lengths, max_length, buffer: see `overlong_penalty`.
-        coef: the full penalty, in units of the reward (paper: 1).
+        lengths: [B], see `overlong_penalty`.
+        max_length: Response length in tokens from which the full penalty applies, usually
+            `rollout.max_response_tokens`.
+        buffer: Number of tokens before max_length over which the penalty grows linearly from 0.
+        coef: Full penalty, in units of the score.
     Returns: [B].
     """
     _check_same(rewards, lengths=lengths)
     return at_least_float32(rewards) + coef * overlong_penalty(lengths, max_length=max_length, buffer=buffer)
 
 
+@reward_shaping.register("length_penalty")
 @torch.no_grad()
 def with_length_penalty(
-    rewards: Tensor, lengths: Tensor, scores: Tensor, groups: Tensor, *, correct_from: float, coef: float
+    rewards: Tensor, lengths: Tensor, scores: Tensor, groups: Tensor, *, correct_from: float, coef: NonNegativeFloat
 ) -> Tensor:
-    """Adds coef times `length_penalty` (Kimi k1.5) to the rewards.
+    """Adds a length reward within each group: short correct responses gain and long responses lose (Kimi k1.5). The
+    length includes the tokens of an environment.
+
+    Adds coef times `length_penalty` to the rewards.
 
     Args:
         rewards: [B].
         lengths, groups: see `length_penalty`.
         scores: [B], task scores before any shaping.
-        correct_from: smallest score of a correct response. A NaN score is not correct.
-        coef: weight of the penalty, in units of the reward. The paper increases it from 0 during training.
-    Returns: [B].
+        correct_from: Smallest score of a correct response.
+        coef: Weight of the length reward, in units of the score.
+    Returns: [B]. A NaN score is not correct. The paper increases coef from 0 during training.
     """
     _check_same(rewards, lengths=lengths, scores=scores)
     return at_least_float32(rewards) + coef * length_penalty(lengths, scores >= correct_from, groups)
 
 
+def _check_bounds(low: float | None, high: float | None) -> None:
+    if low is None and high is None:
+        raise ValueError("clip_rewards has neither low nor high and would have no effect: set at least one")
+    lowest, highest = float("-inf") if low is None else low, float("inf") if high is None else high
+    if not lowest < highest:
+        raise ValueError(f"low is {lowest:g} and high is {highest:g}: low must be below high")
+
+
+@reward_shaping.register("clip_rewards", checks=(_check_bounds,))
 @torch.no_grad()
-def clip_rewards(rewards: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-    """Clips rewards of any shape to [low, high], where low < high. NaN stays NaN.
+def clip_rewards(rewards: Tensor, *, low: float | None = None, high: float | None = None) -> Tensor:
+    """Clips scores to [low, high]. NaN stays NaN.
+
+    Args:
+        rewards: any shape.
+        low: Lower bound of the scores; null disables it.
+        high: Upper bound of the scores; null disables it.
 
     Engstrom et al. 2020, https://arxiv.org/abs/2005.12729, describe reward clipping in published PPO code.
     """
-    if not low < high:
-        raise ValueError(f"low is {low} and high is {high}: low must be below high")
+    _check_bounds(low, high)
     return at_least_float32(rewards).clamp(low, high)
 
 
@@ -154,17 +193,20 @@ def update_moments(moments: RewardMoments, rewards: Tensor) -> RewardMoments:
     )
 
 
+@reward_shaping.register("normalize_rewards")
 @torch.no_grad()
-def normalize_rewards(rewards: Tensor, moments: RewardMoments, *, shift_mean: bool, eps: float = 1e-8) -> Tensor:
-    """Divides rewards by the running standard deviation of all rewards so far.
+def normalize_rewards(
+    rewards: Tensor, moments: RewardMoments, *, shift_mean: bool = False, eps: Constant[float] = 1e-8
+) -> Tensor:
+    """Divides scores by their running standard deviation over all steps.
 
-        y = r / std                 without shift_mean
+        y = r / std                 without shift_mean, which keeps the sign of the rewards
         y = (r - mean) / std        with shift_mean
 
     Args:
         rewards: any shape.
         moments: moments of all rewards so far. They may include the rewards of this call.
-        shift_mean: True also subtracts the running mean. False keeps the sign of the rewards.
+        shift_mean: Also subtract the running mean.
         eps: a standard deviation up to eps counts as 0.
     Returns: the same shape. Rewards are not scaled while the standard deviation is 0.
 

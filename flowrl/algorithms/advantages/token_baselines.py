@@ -8,8 +8,29 @@ from torch import Tensor
 
 from flowrl.algorithms.advantages.group_estimators import group_extremes, group_index, group_sums
 from flowrl.algorithms.masking import at_least_float32, masked_rows, masked_tokens
+from flowrl.algorithms.registry import advantage_estimators
 
 
+@torch.no_grad()
+def sum_squared_probs(logprobs: Tensor, sharp_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Returns the sum over the vocabulary of the squared probabilities of each token's distribution.
+
+    With logits z, p = softmax(z) and p' = softmax(2 z), the sum needs only the log-probabilities of one token:
+
+        p'_v = p_v^2 / sum_u p_u^2        sum_u p_u^2 = exp(2 log p_v - log p'_v)
+
+    Args:
+        logprobs: [B, T], log p of the sampled tokens.
+        sharp_logprobs: [B, T], log p' of the same tokens: their log-probabilities at half of the temperature.
+        mask: bool [B, T].
+    Returns: [B, T] in at least float32, in (0, 1], and 0 where the mask is false.
+    Raises: ValueError for mismatched shapes, or a mask that is not bool.
+    """
+    logprobs_BT, sharp_BT = masked_tokens(mask, logprobs=logprobs, sharp_logprobs=sharp_logprobs)
+    return (2 * logprobs_BT - sharp_BT).clamp(max=0).exp().masked_fill(~mask, 0)
+
+
+@advantage_estimators.register("optimal_token_baseline", kl_penalty=True)
 @torch.no_grad()
 def optimal_token_baseline(
     rewards: Tensor,
@@ -17,7 +38,6 @@ def optimal_token_baseline(
     logprobs: Tensor,
     sum_squared_probs: Tensor,
     mask: Tensor,
-    *,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
     """Returns future rewards minus a baseline: their group mean at the same step, weighted by gradient norms.

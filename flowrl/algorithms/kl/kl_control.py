@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
+from flowrl.algorithms.registry import PositiveFloat, kl_controls
+
 MAX_RELATIVE_ERROR = 0.2
 """Bound on the relative error (kl / target - 1) in one update."""
 
@@ -85,6 +87,34 @@ class KlControl(Protocol):
     def coef(self) -> float: ...
 
     def update(self, kl: float, num_rows: int) -> "KlControl": ...
+
+
+@kl_controls.register("fixed")
+def fixed_kl(coef: float) -> FixedKlControl:
+    """Keeps `kl_coef` constant."""
+    return FixedKlControl(coef)
+
+
+def _check_horizon(horizon: float, batch_size: int) -> None:
+    # A step changes the coefficient by at most a fraction of 0.2 * batch_size / horizon, which must stay below 1.
+    if batch_size >= 5 * horizon:
+        raise ValueError(
+            f"algorithm.kl_control.horizon is {horizon:g}, at most a fifth of batch_size, {batch_size}, so one step "
+            f"could reduce the coefficient to 0: set it to {batch_size} or more"
+        )
+
+
+@kl_controls.register("adaptive", checks=(_check_horizon,))
+def adaptive_kl(coef: float, *, target: PositiveFloat, horizon: PositiveFloat = 10_000.0) -> AdaptiveKlControl:
+    """Adjusts `kl_coef` so that the measured KL approaches a target (`AdaptiveKlControl`).
+
+    Args:
+        coef: initial coefficient.
+        target: Target KL in nats per response token, estimated with kl_kind.
+        horizon: Number of sequences. A step with `horizon` sequences changes the coefficient by at most 20 %. A larger
+            horizon slows the adjustment.
+    """
+    return AdaptiveKlControl(coef, target=target, horizon=horizon)
 
 
 def _check_coef(coef: float) -> None:

@@ -2,8 +2,8 @@
 
 The module docstring of policy_losses.py describes shape suffixes, arguments, results and errors.
 
-Tokens are ranked over the whole batch. Therefore call `token_covariances` and then `select_clip_cov` or `select_kl_cov`
-before the batch is split into micro-batches. Pass the resulting bool column to the loss.
+Tokens are ranked over the whole batch. Therefore call `clip_cov_tokens` or `kl_cov_tokens` before the batch is split
+into micro-batches. Pass the resulting bool column to the loss.
 """
 
 import math
@@ -21,6 +21,7 @@ from flowrl.algorithms.losses.policy_losses import (
     ratio_metrics,
 )
 from flowrl.algorithms.masking import masked_tokens
+from flowrl.algorithms.registry import Fraction, NonNegativeFloat, policy_losses
 
 CovarianceKl = Literal["abs", "k2", "k3"]
 
@@ -98,20 +99,57 @@ def select_kl_cov(covariances: Tensor, mask: Tensor, *, fraction: float) -> Tens
     return _selection(mask, ranked_N[: _num_selected(mask, fraction)])
 
 
+def clip_cov_tokens(
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    seed: int,
+    *,
+    cov_fraction: Fraction = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> Tensor:
+    """Returns the tokens that Clip-Cov excludes, bool [B, T] (`select_clip_cov` of `token_covariances`).
+
+    Args:
+        old_logprobs, advantages, mask: [B, T], of the whole batch.
+        seed: random seed.
+        cov_fraction: Fraction of a step's tokens that is selected.
+        cov_low: Smallest covariance of a selected token, in nats times the unit of the advantage.
+        cov_high: Largest covariance of a selected token, in nats times the unit of the advantage.
+    """
+    covariances_BT = token_covariances(old_logprobs, advantages, mask)
+    return select_clip_cov(covariances_BT, mask, fraction=cov_fraction, low=cov_low, high=cov_high, seed=seed)
+
+
+def kl_cov_tokens(old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, cov_fraction: Fraction = 2e-4) -> Tensor:
+    """Returns the tokens that KL-Cov penalizes, bool [B, T] (`select_kl_cov` of `token_covariances`).
+
+    Args (`clip_cov_tokens` describes all of them):
+    """
+    return select_kl_cov(token_covariances(old_logprobs, advantages, mask), mask, fraction=cov_fraction)
+
+
+def _check_range(cov_low: float, cov_high: float) -> None:
+    if cov_low > cov_high:
+        raise ValueError(f"cov_low is {cov_low:g}, above cov_high, {cov_high:g}: swap them")
+
+
+@policy_losses.register("clip_cov", prepare={"selected": clip_cov_tokens}, checks=(_check_range,))
 def clip_cov_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    *,
     selected: Tensor,
-    clip_low: float,
-    clip_high: float,
+    *,
+    clip_low: Fraction = 0.2,
+    clip_high: NonNegativeFloat = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the Clip-Cov loss: 0 for the selected tokens, and the clipped PPO loss for all others.
 
     Args (`clipped_policy_loss` describes the others):
-        selected: bool [B, T], from `select_clip_cov`. Ignored where the mask is false.
+        selected: bool [B, T], from `clip_cov_tokens`. Ignored where the mask is false.
     Returns: a tuple (loss [B, T], metrics). Clip fractions exclude selected tokens. Additional metric:
         selected_fraction.
 
@@ -128,39 +166,41 @@ def clip_cov_loss(
     return loss_BT.masked_fill(selected_BT, 0), metrics | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 
+@policy_losses.register("kl_cov", prepare={"selected": kl_cov_tokens})
 def kl_cov_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    *,
     selected: Tensor,
-    kl_coef: float,
-    kl_kind: CovarianceKl = "abs",
+    *,
+    cov_kl_coef: NonNegativeFloat = 1.0,
+    cov_kl_kind: CovarianceKl = "abs",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the KL-Cov loss: the unclipped surrogate, plus a KL penalty to the old policy for selected tokens.
 
-        L = -A w + [selected] kl_coef KL(old policy || policy),        w = exp(logprobs - old_logprobs)
+        L = -A w + [selected] cov_kl_coef KL(old policy || policy),        w = exp(logprobs - old_logprobs)
 
     Args (the module docstring of policy_losses.py describes the others):
-        selected: bool [B, T], from `select_kl_cov`. Ignored where the mask is false.
-        kl_coef: >= 0, in units of the advantage per nat (paper: 1).
-        kl_kind: estimator of `kl_estimate`. The authors' code uses "abs", the formula of the paper is "k3".
+        selected: bool [B, T], from `kl_cov_tokens`. Ignored where the mask is false.
+        cov_kl_coef: Weight of the KL to the old policy at selected tokens, in units of the advantage per nat.
+        cov_kl_kind: KL estimator for the selected tokens.
     Returns: a tuple (loss [B, T], metrics). There are no clip fractions. Additional metrics: selected_fraction, and
-        kl_penalty, the KL estimate without kl_coef at selected tokens.
+        kl_penalty, the KL estimate without cov_kl_coef at selected tokens.
 
-    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (14).
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617, eq. (14), with cov_kl_coef 1. The authors' code uses the
+    estimator "abs", the formula of the paper is "k3".
     """
-    if not kl_coef >= 0:
-        raise ValueError(f"kl_coef is {kl_coef}, but must be 0 or more: a negative value would reward divergence")
-    if kl_kind not in get_args(CovarianceKl):
-        raise ValueError(f"kl_kind is {kl_kind!r}, but must be one of {', '.join(get_args(CovarianceKl))}")
+    if not cov_kl_coef >= 0:
+        raise ValueError(f"cov_kl_coef is {cov_kl_coef}, but must be 0 or more: a negative value rewards divergence")
+    if cov_kl_kind not in get_args(CovarianceKl):
+        raise ValueError(f"cov_kl_kind is {cov_kl_kind!r}, but must be one of {', '.join(get_args(CovarianceKl))}")
     selected_BT = _checked_selection(selected, mask)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
     ratio_BT = bounded_ratio(logprobs_BT - old_logprobs_BT)
-    penalty_BT = kl_estimate(old_logprobs_BT, logprobs_BT, kind=kl_kind).masked_fill(~selected_BT, 0)
+    penalty_BT = kl_estimate(old_logprobs_BT, logprobs_BT, kind=cov_kl_kind).masked_fill(~selected_BT, 0)
     metrics = {"selected_fraction": selected_BT.to(ratio_BT.dtype), "kl_penalty": penalty_BT.detach()}
-    loss_BT = -advantages_BT * ratio_BT + kl_coef * penalty_BT
+    loss_BT = -advantages_BT * ratio_BT + cov_kl_coef * penalty_BT
     return loss_BT, metrics | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 

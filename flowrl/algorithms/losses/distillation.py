@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.masking import at_least_float32
+from flowrl.algorithms.registry import PositiveFloat, distillation_losses
 
 MIN_REST = 1e-6
 """Smallest total probability of the tokens outside of the candidates. A smaller rest is a rounding error of float32."""
 
 
+@distillation_losses.register("sampled_reverse_kl")
 def sampled_reverse_kl_loss(
     logprobs: Tensor,
     teacher_logprobs: Tensor,
     behavior_logprobs: Tensor | None = None,
     *,
-    max_weight: float = 2.0,
+    max_weight: PositiveFloat = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a loss whose gradient is that of KL(student || teacher) at each token, estimated from the sampled token.
 
@@ -36,7 +38,8 @@ def sampled_reverse_kl_loss(
         teacher_logprobs: [B, T], the same under the teacher. Receives no gradient.
         behavior_logprobs: [B, T], the same under the policy that sampled them. Receives no gradient. None is the
             student, so that all weights are 1.
-        max_weight: upper bound of the importance weights, > 0.
+        max_weight: Largest importance weight of a token: its probability under the student divided by that at sampling
+            time.
     Returns: metrics reverse_kl: log p_S - log p_T, for tokens of the student an unbiased estimate of the KL, kl_k3,
         another estimate, which is never negative, and with behavior_logprobs also weight.
     Raises: ValueError for mismatched shapes.
@@ -60,6 +63,7 @@ def sampled_reverse_kl_loss(
     return loss_BT * weight_BT, metrics | {"weight": weight_BT}
 
 
+@distillation_losses.register("topk_forward_kl")
 def topk_forward_kl_loss(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the KL(teacher || student) at each token, over K + 1 classes: the teacher's K most likely tokens, and all
     other tokens together.

@@ -31,6 +31,9 @@ from torch import Tensor
 
 from flowrl.algorithms.kl.kl_estimates import MAX_LOG_RATIO, kl_estimate
 from flowrl.algorithms.masking import masked_tokens
+from flowrl.algorithms.registry import Annotated, Fraction, Gt, NonNegativeFloat, PositiveFloat, policy_losses
+
+DualClip = Annotated[float, Gt(1)]
 
 
 def policy_inputs(
@@ -101,15 +104,16 @@ def check_clips(clip_low: float, clip_high: float, dual_clip: float | None = Non
         raise ValueError(f"dual_clip is {dual_clip}, but must be above 1 (3 is usual), or None to disable it")
 
 
+@policy_losses.register("ppo")
 def clipped_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    clip_low: Fraction = 0.2,
+    clip_high: NonNegativeFloat = 0.2,
+    dual_clip: DualClip | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the clipped surrogate loss of PPO, with separate lower and upper clips and an optional dual clip.
 
@@ -118,9 +122,9 @@ def clipped_policy_loss(
         L = max(-A w, -A clip(w, 1 - clip_low, 1 + clip_high))       where A < 0:  L = min(L, -A dual_clip)
 
     Args (the module docstring describes the tensors):
-        clip_low: in [0, 1], lower clip of the ratio. Has an effect where A < 0.
-        clip_high: >= 0, upper clip of the ratio. Has an effect where A > 0.
-        dual_clip: > 1 (usually 3). Where A < 0, the loss is constant for ratios above dual_clip. None disables it.
+        clip_low: Tokens with a probability ratio below 1 - clip_low and a negative advantage get no gradient.
+        clip_high: Tokens with a ratio above 1 + clip_high and a positive advantage get no gradient.
+        dual_clip: Upper bound of the loss as a multiple of a negative advantage; null is none. Usually 3.
     Returns: a tuple (loss [B, T], metrics). Additional metric: dual_clip_fraction, 1 where dual_clip limits the loss.
 
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. (7). Separate clips: Yu et al. 2025 (DAPO),
@@ -139,17 +143,18 @@ def clipped_policy_loss(
     return loss_BT, clips | dual | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 
+@policy_losses.register("decoupled_ppo")
 def decoupled_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    *,
     behavior_logprobs: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    max_weight: float | None = None,
+    *,
+    clip_low: Fraction = 0.2,
+    clip_high: NonNegativeFloat = 0.2,
+    dual_clip: DualClip | None = None,
+    max_weight: PositiveFloat | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the decoupled PPO loss: clipped around a proximal policy, and weighted for an older behavior policy.
 
@@ -161,9 +166,10 @@ def decoupled_policy_loss(
 
     Args (`clipped_policy_loss` describes the others):
         behavior_logprobs: [B, T], log-probabilities that the rollout reported. Receives no gradient.
-        max_weight: > 0 (usually 5). Tokens with a larger c are excluded, but still count in the denominator. None
-            disables the limit.
-    Returns: a tuple (loss [B, T], metrics). Metrics in addition to those of `clipped_policy_loss`:
+        max_weight: Largest ratio of the proximal to the behavior policy; tokens with a larger ratio are excluded. Null
+            keeps all tokens. Usually 5.
+    Returns: a tuple (loss [B, T], metrics). Excluded tokens still count in the denominator. Metrics in addition to
+        those of `clipped_policy_loss`:
         behavior_weight: c, 0 for excluded tokens.
         weight_cap_fraction: 1 for excluded tokens.
         behavior_kl: k3 estimate of KL(behavior policy || proximal policy), a measure of staleness.
@@ -190,14 +196,15 @@ def decoupled_policy_loss(
     return weight_BT * loss_BT, metrics
 
 
+@policy_losses.register("sapo")
 def sapo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
-    temperature_positive: float = 1.0,
-    temperature_negative: float = 1.05,
+    temperature_positive: PositiveFloat = 1.0,
+    temperature_negative: PositiveFloat = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the SAPO loss: a soft gate reduces the gradient smoothly as the ratio leaves 1.
 
@@ -208,11 +215,11 @@ def sapo_loss(
     The gate 4 p (1 - p) is 1 at w = 1. Aggregate with seq_mean_token_mean for the objective of the paper.
 
     Args (the module docstring describes the tensors):
-        temperature_positive: > 0, steepness of the gate where A > 0 (paper: 1).
-        temperature_negative: > 0, steepness of the gate elsewhere (paper: 1.05).
+        temperature_positive: Steepness of the gate for tokens with a positive advantage.
+        temperature_negative: Steepness of the gate for all other tokens.
     Returns: a tuple (loss [B, T], metrics). Additional metric: gate, in [0, 1]. There are no clip fractions.
 
-    Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. (5) and (6).
+    Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. (5) and (6), with temperatures of 1 and 1.05.
     """
     for name, value in (
         ("temperature_positive", temperature_positive),

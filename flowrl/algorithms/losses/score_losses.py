@@ -17,10 +17,12 @@ from flowrl.algorithms.losses.policy_losses import (
     ratio_metrics,
     weighted_score,
 )
+from flowrl.algorithms.registry import Fraction, NonNegativeFloat, PositiveFloat, policy_losses
 
 Divergence = Literal["tv", "kl"]
 
 
+@policy_losses.register("reinforce")
 def reinforce_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -38,6 +40,7 @@ def reinforce_loss(
     return -advantages_BT * logprobs_BT, ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 
+@policy_losses.register("gpg")
 def gpg_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -51,8 +54,15 @@ def gpg_loss(
     return reinforce_loss(logprobs, old_logprobs, advantages, mask)
 
 
+@policy_losses.register("cispo")
 def cispo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: Fraction = 1.0,
+    clip_high: NonNegativeFloat = 4.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the CISPO loss: REINFORCE with a clipped importance weight. Every token keeps its gradient.
 
@@ -61,11 +71,12 @@ def cispo_loss(
     The objective of the paper requires aggregation with token_mean.
 
     Args (the module docstring of policy_losses.py describes the tensors):
-        clip_low: in [0, 1]. 1 disables the lower clip, as in the experiments of the paper.
-        clip_high: >= 0, much larger than in PPO. The paper gives no value; https://arxiv.org/abs/2510.13786 uses 4.
+        clip_low: The weight is at least 1 - clip_low; 1 disables the lower bound.
+        clip_high: The weight is at most 1 + clip_high. The default is from ScaleRL, arXiv 2510.13786.
     Returns: a tuple (loss [B, T], metrics). Clip fractions are 1 where the weight is clipped, for any advantage.
 
-    MiniMax 2025, https://arxiv.org/abs/2506.13585, eq. (4) and (5).
+    MiniMax 2025, https://arxiv.org/abs/2506.13585, eq. (4) and (5). As in its experiments, there is no lower clip by
+    default. The paper gives no value of clip_high.
     """
     check_clips(clip_low, clip_high)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -76,6 +87,8 @@ def cispo_loss(
     return loss_BT, metrics | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 
+@policy_losses.register("dppo_tv", bind={"divergence": "tv"})
+@policy_losses.register("dppo_kl", bind={"divergence": "kl"}, defaults={"delta_low": 0.05, "delta_high": 0.05})
 def dppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -83,9 +96,9 @@ def dppo_loss(
     mask: Tensor,
     *,
     divergence: Divergence,
-    delta_low: float,
-    delta_high: float,
-    max_ratio: float | None = None,
+    delta_low: NonNegativeFloat = 0.15,
+    delta_high: NonNegativeFloat = 0.15,
+    max_ratio: PositiveFloat | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the DPPO loss: REINFORCE with a trust region on the divergence per token, not on the ratio.
 
@@ -102,13 +115,17 @@ def dppo_loss(
 
     Args (the module docstring of policy_losses.py describes the tensors):
         divergence: formula of D, one of the two above.
-        delta_low, delta_high: >= 0, bounds of D (paper: 0.05 for kl, 0.15 or 0.2 for tv).
-        max_ratio: > 0, cap of the weight (paper: 5 in large runs). Capped tokens keep their gradient. None disables it.
+        delta_low: Divergence above which a token with a negative advantage gets no gradient that lowers its probability
+            further.
+        delta_high: Divergence above which a token with a positive advantage gets no gradient that raises its
+            probability further.
+        max_ratio: Upper bound of a token's weight; null disables it. Capped tokens keep their gradient.
     Returns: a tuple (loss [B, T], metrics). Clip fractions are 1 where M is 0. Additional metrics:
         max_ratio_fraction: 1 where w > max_ratio and M is 1.
         divergence: D.
 
-    Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. (12) to (14). Deviations: the recipes pass old
+    Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. (12) to (14), with bounds of D of 0.05 for kl and of 0.15 or
+    0.2 for tv, and max_ratio 5 in large runs. Deviations: the recipes pass old
     log-probabilities that the trainer recomputes; the paper uses log-probabilities from the rollout. Log-probabilities
     above 0, which rounding may cause, count as 0. 1 - p is at least the resolution of the dtype.
     """

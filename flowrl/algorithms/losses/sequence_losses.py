@@ -19,10 +19,18 @@ from flowrl.algorithms.losses.policy_losses import (
     weighted_score,
 )
 from flowrl.algorithms.masking import row_mean
+from flowrl.algorithms.registry import Fraction, NonNegativeFloat, policy_losses
 
 
+@policy_losses.register("gspo")
 def gspo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: Fraction = 3e-4,
+    clip_high: NonNegativeFloat = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the GSPO loss: the clipped surrogate of the geometric mean of a row's token ratios.
 
@@ -30,10 +38,11 @@ def gspo_loss(
         L_it = max(-A_it s_i, -A_it clip(s_i, 1 - clip_low, 1 + clip_high))
 
     Args (the module docstring of policy_losses.py describes the tensors):
-        clip_low, clip_high: clips of s_i, much smaller than clips of token ratios (paper: 3e-4 and 4e-4).
+        clip_low: Sequences with a mean ratio below 1 - clip_low and a negative advantage get no gradient.
+        clip_high: Sequences with a mean ratio above 1 + clip_high and a positive advantage get no gradient.
     Returns: a tuple (loss [B, T], metrics). The metric ratio is s_i at each token; approx_kl is per token.
 
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (5) and (7).
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (5) and (7). The defaults of the clips are from the paper.
     """
     check_clips(clip_low, clip_high)
     logprobs_BT, old_logprobs_BT, advantages_BT = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -42,8 +51,15 @@ def gspo_loss(
     return loss_BT, clips | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 
+@policy_losses.register("gspo_token")
 def gspo_token_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: Fraction = 3e-4,
+    clip_high: NonNegativeFloat = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the GSPO-token loss, which uses the ratio of the row but has a separate gradient for each token.
 
@@ -51,7 +67,8 @@ def gspo_token_loss(
         L_it = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
 
     With one advantage per row, value and gradient of the aggregated loss (seq_mean_token_mean) equal those of GSPO.
-    `gspo_loss` describes arguments, results and errors.
+
+    Args (`gspo_loss` describes all of them, the results and the errors):
 
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. (13) and (14). Deviation: log s_i is clamped to [-20, 20],
     which changes only the value, not the gradient.
@@ -64,8 +81,15 @@ def gspo_token_loss(
     return loss_BT, clips | ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, mask)
 
 
+@policy_losses.register("gmpo")
 def gmpo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: Fraction = 0.4,
+    clip_high: NonNegativeFloat = 0.4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the GMPO loss: the geometric mean of a row's clipped token ratios.
 
@@ -77,12 +101,13 @@ def gmpo_loss(
     A clipped token contributes its bound to the mean and has no gradient. Tokens with A = 0 are not clipped.
 
     Args (the module docstring of policy_losses.py describes the tensors):
-        clip_low, clip_high: >= 0, in nats. They bound the log-ratio, not the ratio (paper: 0.4 and 0.4).
+        clip_low: A token's log-ratio is clipped to at least -clip_low if its advantage is negative.
+        clip_high: A token's log-ratio is clipped to at most clip_high if its advantage is positive.
     Returns: a tuple (loss [B, T], metrics). The metric ratio is the geometric mean at each token; other metrics are per
         token.
 
-    Zhao et al. 2025, https://arxiv.org/abs/2507.20673. As in the authors' code, the ratio is clipped. The paper clips
-    ratio^sgn(A), which is the same if both clips are equal.
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673, with clips of 0.4 nats. As in the authors' code, the ratio is
+    clipped. The paper clips ratio^sgn(A), which is the same if both clips are equal.
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not value >= 0:

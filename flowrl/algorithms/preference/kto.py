@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.masking import at_least_float32
+from flowrl.algorithms.registry import PositiveFloat, preference_losses
 
 
+@preference_losses.register("kto")
 def kto_loss(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     desirable: Tensor,
-    *,
     reference_kl: Tensor | float,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    *,
+    beta: PositiveFloat = 0.1,
+    desirable_weight: PositiveFloat = 1.0,
+    undesirable_weight: PositiveFloat = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the KTO loss per response.
+    """Returns the KTO loss of single responses, which are labeled as desirable or undesirable.
 
     r is logprobs - ref_logprobs, and z is reference_kl:
 
@@ -31,9 +33,9 @@ def kto_loss(
         ref_logprobs: [B], the same under the reference. Receives no gradient.
         desirable: bool [B].
         reference_kl: >= 0, scalar, from `kto_reference_kl` over the whole batch. Receives no gradient.
-        beta: > 0 (usually 0.1).
-        desirable_weight, undesirable_weight: > 0. The paper balances n desirable and m undesirable responses with
-            (desirable_weight n) / (undesirable_weight m) of 1 or slightly more.
+        beta: Strength of the KL regularization to the reference.
+        desirable_weight: Weight of desirable responses.
+        undesirable_weight: Weight of undesirable responses.
     Returns: a tuple (loss [B], metrics [B] without gradient). The loss of a step is the mean over its rows. Metrics:
         accuracy: 1 where the reward is above beta z (desirable) or below it (undesirable).
         reward: beta r.
@@ -41,7 +43,8 @@ def kto_loss(
         is_chosen: 1 for desirable responses. sum(chosen_reward) / sum(is_chosen) is the mean chosen reward.
     Raises: ValueError for mismatched shapes, `desirable` not bool, beta or a weight <= 0, or an invalid reference_kl.
 
-    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4.
+    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4. The paper balances n desirable and m
+    undesirable responses with (desirable_weight n) / (undesirable_weight m) of 1 or slightly more.
     """
     for name, value in (
         ("beta", beta),

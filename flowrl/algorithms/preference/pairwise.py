@@ -18,6 +18,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from flowrl.algorithms.masking import at_least_float32, masked_tokens
+from flowrl.algorithms.registry import (
+    LabelSmoothing,
+    NonNegativeFloat,
+    PositiveFloat,
+    preference_losses,
+    reward_model_losses,
+)
 
 SequenceMode = Literal["sum", "mean"]
 DpoKind = Literal["sigmoid", "hinge", "ipo"]
@@ -43,25 +50,30 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mode: SequenceMode) -> 
     return sum_B if mode == "sum" else sum_B / mask.sum(-1).clamp(min=1)
 
 
+@reward_model_losses.register("log_sig")
+@reward_model_losses.register("log_exp")
 def pairwise_reward_loss(
-    chosen_scores: Tensor, rejected_scores: Tensor, *, margin: Tensor | float = 0.0
+    chosen_scores: Tensor, rejected_scores: Tensor, margins: Tensor | None = None, *, margin: NonNegativeFloat = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the pairwise loss of a reward model, optionally with a margin.
 
         L = -log sigmoid(chosen - rejected - margin) = log(1 + exp(rejected - chosen + margin))
 
-    Both forms are equal. The registered names `log_sig` and `log_exp` select this function.
+    Both forms are equal. The names `log_sig` and `log_exp` select this function.
 
     Args:
         chosen_scores, rejected_scores: [P], scores of the reward model; the metrics report them as rewards.
-        margin: [P] or a number, >= 0. Use larger margins for clearer preferences. Receives no gradient.
+        margins: [P], >= 0, a margin per pair, which replaces `margin`. Use larger margins for clearer preferences.
+            Receives no gradient.
+        margin: Difference by which the chosen score should exceed the rejected score. The column `margin` of the data
+            replaces it.
 
     log_sig: Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. (1). log_exp: Askell et al. 2021,
     https://arxiv.org/abs/2112.00861. Margin: Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. (2). Deviation:
     eq. (1) of Ouyang et al. averages over the pairs of one prompt; here all pairs have the same weight.
     """
-    if isinstance(margin, Tensor):
-        margin_P = _pairs(chosen_scores=chosen_scores, margin=margin)[1].detach()
+    if margins is not None:
+        margin_P = _pairs(chosen_scores=chosen_scores, margins=margins)[1].detach()
     elif not margin >= 0:
         raise ValueError(f"margin is {margin}, but must be 0 or more")
     else:
@@ -70,21 +82,20 @@ def pairwise_reward_loss(
     return -logsigmoid(chosen_P - rejected_P - margin_P), _pair_metrics(chosen_P, rejected_P)
 
 
-log_sig_loss = pairwise_reward_loss
-log_exp_loss = pairwise_reward_loss
-
-
+@preference_losses.register("dpo", bind={"kind": "sigmoid"})
+@preference_losses.register("dpo_hinge", bind={"kind": "hinge", "label_smoothing": 0.0})
+@preference_losses.register("ipo", bind={"kind": "ipo", "label_smoothing": 0.0})
 def dpo_loss(
     chosen_logprobs: Tensor,
     rejected_logprobs: Tensor,
     ref_chosen_logprobs: Tensor,
     ref_rejected_logprobs: Tensor,
     *,
-    beta: float,
+    beta: PositiveFloat = 0.1,
     kind: DpoKind = "sigmoid",
-    label_smoothing: float = 0.0,
+    label_smoothing: LabelSmoothing = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the DPO loss, or one of its variants with a different link function: hinge or IPO.
+    """Returns the loss of direct preference optimization (DPO), or a variant with a different link: hinge or IPO.
 
     With h = (chosen - ref_chosen) - (rejected - ref_rejected) and s = label_smoothing:
 
@@ -95,15 +106,15 @@ def dpo_loss(
     Args:
         chosen_logprobs, rejected_logprobs: [P], sums over the response tokens under the policy. ipo also accepts means.
         ref_chosen_logprobs, ref_rejected_logprobs: [P], the same under the reference. They receive no gradient.
-        beta: > 0, strength of the regularization toward the reference (usually 0.1). The paper on ipo calls it tau.
+        beta: Strength of the KL regularization to the reference.
         kind: one of the three formulas above.
-        label_smoothing: in [0, 0.5), probability of a flipped label. Only for sigmoid.
+        label_smoothing: Probability that a label is flipped.
     Returns: a tuple (loss [P], metrics). The implicit reward is beta (logprob - ref_logprob).
 
     Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. (7). label_smoothing is conservative DPO: Mitchell 2023,
     https://ericmitchell.ai/cdpo.pdf. hinge: Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with DPO's reward as in
     the hinge-norm loss of Liu et al. 2023, https://arxiv.org/abs/2309.06657. ipo: Azar et al. 2023,
-    https://arxiv.org/abs/2310.12036, eq. (17).
+    https://arxiv.org/abs/2310.12036, eq. (17), which calls beta tau. Only sigmoid has label_smoothing.
     """
     _check_dpo(beta, kind, label_smoothing)
     chosen_P, rejected_P, ref_chosen_P, ref_rejected_P = _pairs(
@@ -124,62 +135,77 @@ def dpo_loss(
     return loss_P, _pair_metrics(beta * chosen_ratio_P, beta * rejected_ratio_P)
 
 
+@preference_losses.register("simpo")
 def simpo_loss(
-    chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, beta: float, margin: float
+    chosen_mean_logprobs: Tensor,
+    rejected_mean_logprobs: Tensor,
+    *,
+    beta: PositiveFloat = 2.0,
+    margin: NonNegativeFloat = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the SimPO loss, which compares mean log-probabilities with a target margin and needs no reference.
 
         L = -log sigmoid(beta chosen - beta rejected - margin)
 
     Args:
-        chosen_logprobs, rejected_logprobs: [P], means over the tokens of each response.
-        beta: > 0, scale of the reward (usually 2 to 10).
-        margin: >= 0, target difference of the rewards (gamma in the paper). Does not affect the metric accuracy.
+        chosen_mean_logprobs, rejected_mean_logprobs: [P], means over the tokens of each response.
+        beta: Scale of the reward.
+        margin: Difference by which the chosen reward should exceed the rejected reward.
     Returns: a tuple (loss [P], metrics). The implicit reward is beta logprob.
 
-    Meng et al. 2024, https://arxiv.org/abs/2405.14734, eq. (6).
+    Meng et al. 2024, https://arxiv.org/abs/2405.14734, eq. (6), with beta from 2 to 10. The paper calls the
+    margin gamma. The margin does not affect the metric accuracy.
     """
     _check_beta(beta)
     if not margin >= 0:
         raise ValueError(f"margin is {margin}, but must be 0 or more")
-    chosen_P, rejected_P = _pairs(chosen_logprobs=chosen_logprobs, rejected_logprobs=rejected_logprobs)
+    chosen_P, rejected_P = _pairs(
+        chosen_mean_logprobs=chosen_mean_logprobs, rejected_mean_logprobs=rejected_mean_logprobs
+    )
     chosen_P, rejected_P = beta * chosen_P, beta * rejected_P
     return -logsigmoid(chosen_P - rejected_P - margin), _pair_metrics(chosen_P, rejected_P)
 
 
-def orpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+@preference_losses.register("orpo")
+def orpo_loss(
+    chosen_mean_logprobs: Tensor, rejected_mean_logprobs: Tensor, *, coef: NonNegativeFloat = 0.1
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the ORPO loss: a supervised loss on the chosen response plus an odds-ratio term. It needs no reference.
 
         L = -log P(chosen) - coef log sigmoid(log odds(chosen) - log odds(rejected))    odds(y) = P(y) / (1 - P(y))
 
     Args:
-        chosen_logprobs, rejected_logprobs: [P], log P: means over the tokens of each response, at most 0.
-        coef: >= 0, weight of the odds-ratio term (lambda in the paper, usually 0.1).
+        chosen_mean_logprobs, rejected_mean_logprobs: [P], log P: means over the tokens of each response, at most 0.
+        coef: Weight of the odds-ratio term.
     Returns: a tuple (loss [P], metrics). The implicit reward is the log odds. Additional metrics:
         sft_loss: -log P(chosen).
         odds_ratio_loss: the odds-ratio term without coef.
 
-    Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. (3) to (7). Deviations: the supervised term excludes the
-    prompt, unlike in the authors' code. All pairs have the same weight. In the odds, log P is clamped to at most -1e-6,
-    without gradient above this bound. Other implementations report coef log P as the reward, which has the same order.
+    Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. (3) to (7), which call coef lambda. Deviations: the
+    supervised term excludes the prompt, unlike in the authors' code. All pairs have the same weight. In the odds, log P
+    is clamped to at most -1e-6, without gradient above this bound. Other implementations report coef log P as the
+    reward, which has the same order.
     """
     if not coef >= 0:
         raise ValueError(f"coef is {coef}, but must be 0 or more")
-    chosen_P, rejected_P = _pairs(chosen_logprobs=chosen_logprobs, rejected_logprobs=rejected_logprobs)
+    chosen_P, rejected_P = _pairs(
+        chosen_mean_logprobs=chosen_mean_logprobs, rejected_mean_logprobs=rejected_mean_logprobs
+    )
     chosen_odds_P, rejected_odds_P = _log_odds(chosen_P), _log_odds(rejected_P)
     odds_ratio_loss_P = -logsigmoid(chosen_odds_P - rejected_odds_P)
     details = {"sft_loss": -chosen_P.detach(), "odds_ratio_loss": odds_ratio_loss_P.detach()}
     return coef * odds_ratio_loss_P - chosen_P, _pair_metrics(chosen_odds_P, rejected_odds_P) | details
 
 
+@preference_losses.register("cpo")
 def cpo_loss(
     chosen_logprobs: Tensor,
     rejected_logprobs: Tensor,
     chosen_lengths: Tensor,
     *,
-    beta: float,
-    sft_coef: float = 1.0,
-    label_smoothing: float = 0.0,
+    beta: PositiveFloat = 0.1,
+    sft_coef: NonNegativeFloat = 1.0,
+    label_smoothing: LabelSmoothing = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the CPO loss: DPO with a uniform reference, plus a supervised loss on the chosen response.
 
@@ -190,9 +216,9 @@ def cpo_loss(
     Args:
         chosen_logprobs, rejected_logprobs: [P], sums over the tokens of each response.
         chosen_lengths: [P], number of tokens of each chosen response. 0 gives no supervised loss.
-        beta: > 0, scale of the reward (usually 0.1).
-        sft_coef: >= 0, weight of the supervised loss.
-        label_smoothing: in [0, 0.5), probability of a flipped label.
+        beta: Scale of the reward.
+        sft_coef: Weight of the cross-entropy of the chosen response, a mean over its tokens.
+        label_smoothing: Probability that a label is flipped.
     Returns: a tuple (loss [P], metrics). The implicit reward is beta logprob. Additional metric:
         sft_loss: the supervised loss without sft_coef.
 

@@ -1,35 +1,87 @@
-"""Advantage estimators: one class per estimator, with its settings."""
+"""Settings of advantage estimators, reward shaping, KL control, and corrections of off-policy rollouts."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, WrapValidator, model_validator
 
-from flowrl.config.algorithm.correction import CorrectionConfig, CorrectionSetting
-from flowrl.config.algorithm.shaping import AnyKlControl, AnyShaping, FixedKl
-from flowrl.config.base import Dependency, ImportName, KlKind, Member, OneOf, Options
-
-Columns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-Weights = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
-Discount = Annotated[float, Field(ge=0, le=1, description="Discount per token.")]
+from flowrl.config.algorithm.declarations import Declaration
+from flowrl.config.algorithm.declared_settings import DeclaredMember
+from flowrl.config.base import Dependency, KlKind, OneOf, parse
 
 
-class AdvantageConfig(Member):
+class CorrectionConfig(DeclaredMember):
+    """Base class of the corrections, which compare the columns `old_logprobs` (trainer) and `rollout_logprobs`
+    (rollout).
+    """
+
+    NOUN = "a rollout correction"
+    REGISTRY = "rollout_corrections"
+    CUSTOM_MEANING = "User function that returns weights or a mask."
+
+    kind: str
+    """Name of the correction."""
+
+    @property
+    def returns_mask(self) -> bool | None:
+        """Whether the correction excludes tokens instead of weighting them. None: depends on the user function."""
+        return None if self.DECLARATION is None else self.DECLARATION.options.get("returns_mask", False)
+
+
+AnyCorrection = Annotated[CorrectionConfig, OneOf()]
+
+
+def _read_correction(value: object, _: object) -> CorrectionConfig | Literal["auto"] | None:
+    # Replaces the validation of the outer union, which would add type names to the keys in error messages.
+    if value is None or value == "auto":
+        return None if value is None else "auto"
+    if not isinstance(value, Mapping | CorrectionConfig):
+        raise ValueError(f"must be auto, null, or a mapping with a kind, not {value!r}")
+    return parse(AnyCorrection, value)
+
+
+CorrectionSetting = Annotated[AnyCorrection | Literal["auto"] | None, WrapValidator(_read_correction)]
+"""A correction, null for no correction, or `auto`."""
+
+
+class ShapingConfig(DeclaredMember):
+    """Base class of the reward shapings. Each maps the scores of a step to new scores."""
+
+    NOUN = "a reward shaping"
+    REGISTRY = "reward_shaping"
+    CUSTOM_MEANING = "User function that returns new scores."
+
+    kind: str
+    """Name of the shaping."""
+
+
+AnyShaping = Annotated[ShapingConfig, OneOf()]
+
+
+class KlControlConfig(DeclaredMember):
+    """Base class of the controllers that adjust `kl_coef` from step to step."""
+
+    NOUN = "a KL control"
+    REGISTRY = "kl_controls"
+    CUSTOM_MEANING = "User class with the attribute `coef` and the method `update(kl, num_rows)`."
+
+    kind: str
+    """Name of the controller."""
+
+
+AnyKlControl = Annotated[KlControlConfig, OneOf()]
+
+
+class AdvantageConfig(DeclaredMember):
     """Base class of the advantage estimators, with their common settings."""
 
     NOUN = "an advantage estimator"
     KEY = "estimator"
-    NOT_ARGUMENTS = frozenset({"correction", "shaping", "mask_truncated", "whiten", "kl_coef", "kl_kind", "kl_control"})
+    REGISTRY = "advantage_estimators"
+    CUSTOM_MEANING = """User function that computes advantages.
 
-    IS_GROUPED: ClassVar[bool] = False
-    """True if the estimator compares the samples of one prompt. Such an estimator requires at least two samples per
-    prompt.
+    If the function has the parameter `values`, it must return a tuple (advantages, return targets of the critic).
     """
-
-    EXTRA_COLUMN: ClassVar[str | None] = None
-    """Column that the estimator reads, but that no included recipe computes."""
-
-    NEEDS_OLD_LOGPROBS: ClassVar[bool] = False
-    """True if the estimator reads the log-probabilities before the update."""
 
     estimator: str
     """Name of the estimator; docs/algorithms.md lists all."""
@@ -48,6 +100,11 @@ class AdvantageConfig(Member):
     still count in the baseline of their group. Statistics over tokens exclude them. A critic still trains on them.
     """
 
+    @classmethod
+    def base_of(cls, declaration: Declaration | None) -> type["AdvantageConfig"]:
+        is_penalized = declaration is None or declaration.options.get("kl_penalty", False)
+        return PenalizedAdvantageConfig if is_penalized else AdvantageConfig
+
     @property
     def applied_correction(self) -> CorrectionConfig | None:
         """Correction of the run, or None. The config of a run has already replaced `auto`."""
@@ -57,6 +114,16 @@ class AdvantageConfig(Member):
     def kl_penalty(self) -> "PenalizedAdvantageConfig | None":
         """The settings of the KL penalty in the rewards; None if the estimator has none."""
         return None
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether the estimator compares the samples of one prompt, which requires at least two of them."""
+        return "groups" in self.inputs
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the estimator reads the log-probabilities before the update. A user function may read them."""
+        return self.DECLARATION is None or "logprobs" in self.inputs
 
 
 class PenalizedAdvantageConfig(AdvantageConfig):
@@ -69,7 +136,7 @@ class PenalizedAdvantageConfig(AdvantageConfig):
     kl_kind: KlKind = "k1"
     """KL estimator: a name, or `module:function` for a user function."""
 
-    kl_control: AnyKlControl = FixedKl()
+    kl_control: AnyKlControl = Field(default_factory=lambda: KlControlConfig.select("fixed"))
     """Controller that adjusts kl_coef from step to step."""
 
     DEPENDENCIES = (
@@ -82,7 +149,7 @@ class PenalizedAdvantageConfig(AdvantageConfig):
     )
 
     @model_validator(mode="after")
-    def _check_kl_control(self) -> "PenalizedAdvantageConfig":
+    def _check_kl_control(self) -> Self:
         if self.kl_control.kind != "fixed" and not self.kl_coef:
             raise ValueError(
                 f"kl_coef is 0, but kl_control {self.kl_control.kind} needs an initial value above 0: set kl_coef"
@@ -94,150 +161,4 @@ class PenalizedAdvantageConfig(AdvantageConfig):
         return self if self.kl_coef else None
 
 
-class GaeAdvantage(PenalizedAdvantageConfig):
-    """Generalized advantage estimation with a critic."""
-
-    estimator: Literal["gae"] = "gae"
-    gamma: Discount = 1.0
-
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """GAE lambda. 0 gives one-step TD errors; 1 gives the full return minus the value."""
-
-    whiten: bool = False
-    """Normalize the advantages of a step to mean 0 and variance 1 over its trained tokens."""
-
-
-class GrpoAdvantage(AdvantageConfig):
-    """Group-relative advantages: score minus the group mean, optionally divided by the group standard deviation."""
-
-    IS_GROUPED = True
-    estimator: Literal["grpo"] = "grpo"
-    normalize_std: bool = True
-    """Divide by the standard deviation of the group's scores. False gives Dr. GRPO."""
-
-
-class RlooAdvantage(PenalizedAdvantageConfig):
-    """Leave-one-out advantages: score minus the mean of the group's other scores."""
-
-    IS_GROUPED = True
-    estimator: Literal["rloo"] = "rloo"
-
-
-class ReinforcePlusPlusAdvantage(PenalizedAdvantageConfig):
-    """REINFORCE++: discounted returns, normalized over the trained tokens of the batch."""
-
-    estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    gamma: Discount = 1.0
-
-
-class GroupAdvantage(AdvantageConfig):
-    """REINFORCE++ with a group baseline, or OPO. Neither of them has settings."""
-
-    IS_GROUPED = True
-    estimator: Literal["reinforce_plus_plus_baseline", "opo"]
-
-
-class RemaxAdvantage(PenalizedAdvantageConfig):
-    """ReMax: score minus the score of the greedy response. Needs a recipe that stores the column `greedy_scores`; the
-    included recipes reject it.
-    """
-
-    EXTRA_COLUMN = "greedy_scores"
-
-    estimator: Literal["remax"] = "remax"
-
-    @model_validator(mode="after")
-    def _check_shaping(self) -> "RemaxAdvantage":
-        if self.shaping:
-            raise ValueError("shaping does not change the greedy_scores that remax subtracts: remove shaping")
-        return self
-
-
-class GpgAdvantage(AdvantageConfig):
-    """GPG: group-relative advantages, rescaled by the fraction of groups with different scores."""
-
-    IS_GROUPED = True
-    estimator: Literal["gpg"] = "gpg"
-    normalize_std: bool = False
-    """Divide by the standard deviation of the group's scores."""
-
-
-class PassAtKAdvantage(AdvantageConfig):
-    """Advantages for pass@k. The reward of a set of k samples is the best score in the set."""
-
-    IS_GROUPED = True
-    estimator: Literal["pass_at_k"] = "pass_at_k"
-    k: int | None = Field(default=None, ge=2)
-    """Samples per set; null uses the group size."""
-
-    normalize_std: bool = False
-    """Divide by the standard deviation of the group's scores."""
-
-
-class GdpoAdvantage(AdvantageConfig):
-    """GDPO: normalizes several rewards separately per group, then sums them."""
-
-    IS_GROUPED = True
-    estimator: Literal["gdpo"] = "gdpo"
-    reward_columns: Columns = ("scores",)
-    """Columns with rewards. Each column has one reward per sequence."""
-
-    reward_weights: Weights | None = None
-    """Weight of each reward after normalization; null weights all rewards by 1."""
-
-    @model_validator(mode="after")
-    def _check_columns(self) -> "GdpoAdvantage":
-        if self.reward_weights and len(self.reward_weights) != len(self.reward_columns):
-            raise ValueError(
-                f"reward_weights must have {len(self.reward_columns)} numbers, one per entry of reward_columns"
-            )
-        if self.shaping and self.reward_columns != ("scores",):
-            raise ValueError(
-                f"shaping changes the column scores only, but reward_columns is {', '.join(self.reward_columns)}: "
-                f"remove shaping, or compute the shaped reward as a column"
-            )
-        return self
-
-    def arguments(self) -> dict[str, Any]:
-        return {"weights": self.reward_weights}
-
-
-class TokenBaselineAdvantage(PenalizedAdvantageConfig):
-    """Optimal token baseline: subtracts a separate baseline at each token position, which minimizes the gradient
-    variance. Needs a recipe that stores the column `sum_squared_probs`; the included recipes reject it.
-    """
-
-    IS_GROUPED = True
-    EXTRA_COLUMN = "sum_squared_probs"
-
-    NEEDS_OLD_LOGPROBS = True
-
-    estimator: Literal["optimal_token_baseline"] = "optimal_token_baseline"
-
-
-class CustomAdvantage(PenalizedAdvantageConfig):
-    """User function that computes advantages.
-
-    If the function has the parameter `values`, it must return a tuple (advantages, return targets of the critic).
-    """
-
-    NEEDS_OLD_LOGPROBS = True
-
-    estimator: ImportName
-    options: Options = Field(default_factory=dict)
-
-
-AnyAdvantage = Annotated[
-    GaeAdvantage
-    | GrpoAdvantage
-    | RlooAdvantage
-    | ReinforcePlusPlusAdvantage
-    | GroupAdvantage
-    | RemaxAdvantage
-    | GpgAdvantage
-    | PassAtKAdvantage
-    | GdpoAdvantage
-    | TokenBaselineAdvantage
-    | CustomAdvantage,
-    OneOf(),
-]
+AnyAdvantage = Annotated[AdvantageConfig, OneOf()]

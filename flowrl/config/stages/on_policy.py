@@ -2,10 +2,8 @@
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from flowrl.config.algorithm.advantage import AnyAdvantage
-from flowrl.config.algorithm.correction import WeightCorrection
-from flowrl.config.algorithm.preference import PtxConfig
-from flowrl.config.algorithm.shaping import AdaptiveKl, LengthPenalty, OverlongPenalty
+from flowrl.config.algorithm.advantage import AnyAdvantage, CorrectionConfig
+from flowrl.config.algorithm.ptx_settings import PtxConfig
 from flowrl.config.model import default_compute_dtype
 from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import ActorConfig, ReferenceConfig
@@ -78,22 +76,23 @@ class OnPolicyConfig(RolloutRunConfig):
             return algorithm  # A missing group has an error of its own.
         is_exact = rollout.capabilities.matches_trainer and rollout.quantization is None
         differs = schedule.staleness > 0 or not is_exact
-        is_weighted = actor.loss.kind == "decoupled_ppo" or actor.old_logprobs == "rollout"
-        correction = WeightCorrection(kind="truncated") if differs and not is_weighted else None
+        is_weighted = actor.loss.weights_rollouts or actor.old_logprobs == "rollout"
+        correction = CorrectionConfig.select("truncated") if differs and not is_weighted else None
         return algorithm.model_copy(update={"correction": correction})
 
     @model_validator(mode="after")
     def _check_correction(self) -> "OnPolicyConfig":
         correction = self.algorithm.applied_correction
-        if self.actor.loss.kind == "decoupled_ppo" and isinstance(correction, WeightCorrection):
+        loss = self.actor.loss
+        if loss.weights_rollouts and correction is not None and correction.returns_mask is False:
             raise ValueError(
-                f"algorithm.correction.kind is {correction.kind}, but actor.loss decoupled_ppo has its own weights: "
+                f"algorithm.correction.kind is {correction.kind}, but actor.loss {loss.kind} has its own weights: "
                 "remove the correction, or set actor.loss: ppo"
             )
         quantization = self.rollout.quantization
-        is_weighted = correction is not None and correction.kind != "rejection"
-        if quantization is not None and not is_weighted and self.actor.loss.kind != "decoupled_ppo":
-            name = "rejection" if correction else "null"
+        is_weighted = loss.weights_rollouts or (correction is not None and not correction.returns_mask)
+        if quantization is not None and not is_weighted:
+            name = correction.kind if correction else "null"
             fix = "actor.old_logprobs: auto" if self.actor.old_logprobs == "rollout" else "algorithm.correction: auto"
             raise ValueError(
                 f"rollout.quantization is {quantization} and algorithm.correction is {name}, but a quantized rollout "
@@ -109,12 +108,13 @@ class OnPolicyConfig(RolloutRunConfig):
         readers = {
             "algorithm.kl_coef": algorithm.kl_penalty is not None,
             "algorithm.correction": algorithm.applied_correction is not None,
-            f"actor.loss {loss.kind}": loss.NEEDS_OLD_LOGPROBS,
-            f"algorithm.estimator {algorithm.estimator}": algorithm.NEEDS_OLD_LOGPROBS,
+            f"actor.loss {loss.kind}": loss.prepares_columns,
+            f"algorithm.estimator {algorithm.estimator}": algorithm.needs_old_logprobs,
         }
         reader = next((setting for setting, reads in readers.items() if reads), None)
         comparing = readers | {"rollout.check strict": self.rollout.check == "strict"}
-        names = ("algorithm.correction", "actor.loss decoupled_ppo", "rollout.check strict")
+        compares_loss = (f"actor.loss {loss.kind}",) if loss.weights_rollouts else ()
+        names = ("algorithm.correction", *compares_loss, "rollout.check strict")
         comparer = next((name for name in names if comparing.get(name)), None)
         if chosen == "current" and (reader or num_updates > 1):
             needs = f"{reader} needs old log-probabilities before the update"
@@ -164,23 +164,19 @@ class OnPolicyConfig(RolloutRunConfig):
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "OnPolicyConfig":
-        limit = self.rollout.max_response_tokens
         for shaping in self.algorithm.shaping:
-            if isinstance(shaping, LengthPenalty) and self.samples_per_prompt < 2:
+            if "groups" in shaping.inputs and self.samples_per_prompt < 2:
                 raise ValueError(
-                    "samples_per_prompt is 1, but algorithm.shaping length_penalty requires 2 or more: increase it"
+                    f"samples_per_prompt is 1, but algorithm.shaping {shaping.kind} requires 2 or more: increase it"
                 )
-            if isinstance(shaping, OverlongPenalty) and (start := shaping.max_length - shaping.buffer) >= limit:
-                raise ValueError(
-                    f"algorithm.shaping overlong_penalty starts at max_length - buffer = {start} tokens, but "
-                    f"rollout.max_response_tokens is {limit}, so it would have no effect: lower max_length"
-                )
-        penalty = self.algorithm.kl_penalty
-        control = None if penalty is None else penalty.kl_control
-        # A step changes the coefficient by at most a fraction of 0.2 * batch_size / horizon, which must stay below 1.
-        if isinstance(control, AdaptiveKl) and self.batch_size >= 5 * control.horizon:
-            raise ValueError(
-                f"algorithm.kl_control.horizon is {control.horizon:g}, at most a fifth of batch_size, "
-                f"{self.batch_size}, so one step could reduce the coefficient to 0: set it to {self.batch_size} or more"
-            )
+        facts = {
+            "samples_per_prompt": self.samples_per_prompt,
+            "batch_size": self.batch_size,
+            "max_response_tokens": self.rollout.max_response_tokens,
+        }
+        penalty, correction = self.algorithm.kl_penalty, self.algorithm.applied_correction
+        chosen = (self.actor.loss, self.algorithm, *self.algorithm.shaping, correction, penalty and penalty.kl_control)
+        for settings in chosen:
+            if settings is not None:
+                settings.check(facts)
         return self

@@ -95,6 +95,10 @@ FIELDS: dict[str, Field] = {
         "entropy of the distribution of each token, in nats; 0 outside `response_mask`; only with "
         "`actor.logprobs(batch, entropy=True)`",
     ),
+    "sum_squared_probs": Field(
+        "token, f32", "actor", "sum over the vocabulary of the squared probabilities; 0 outside `response_mask`"
+    ),
+    "greedy_scores": Field("row, f32", "reward", "score of a greedy response to the row's prompt"),
     "response_logprobs": Field(
         "row, f32", "actor", "log-probability of the response, summed over the tokens of `response_mask`"
     ),

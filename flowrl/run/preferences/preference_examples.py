@@ -62,7 +62,7 @@ class PreferenceExamples:
         """
         tokenizer, max_tokens = read_tokenizer(role.model, data), data.max_prompt_tokens
         check_context(tokenizer, max_tokens, "data.max_prompt_tokens")
-        is_paired = isinstance(role, RewardModelConfig) or role.loss.IS_PAIRED
+        is_paired = isinstance(role, RewardModelConfig) or role.loss.is_paired
         kind: Kind = "preference" if is_paired else "kto"
 
         def read(files: reader.Files, num_rows: int | None = None) -> PreferenceExamples:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from flowrl.algorithms import clipped_value_loss, kl_estimate, kl_loss
-from flowrl.algorithms.registry import distillation_losses, kl_kinds, loss_and_metrics, per_token, policy_losses
+from flowrl.algorithms.registry import call, distillation_losses, kl_kinds, loss_and_metrics, per_token, policy_losses
 from flowrl.config import ActorConfig, CriticConfig, StudentConfig
 from flowrl.workers.losses.loss import ConfiguredFunction, Loss
 
@@ -20,7 +20,10 @@ def policy_loss(config: ActorConfig) -> Loss:
     response mask.
     """
     objective = _PolicyObjective(config)
-    reads = [name for name in objective.inputs if name != "mask"]
+    computed = (*config.OUTPUTS, "mask")
+    reads = [
+        f"{name}{'' if is_required else '?'}" for name, is_required in objective.inputs.items() if name not in computed
+    ]
     name = f"actor.loss {config.loss.kind}"
     if config.kl_loss_coef:
         reads.append("ref_logprobs")
@@ -75,8 +78,8 @@ class _PolicyObjective(ConfiguredFunction[ActorConfig]):
         self, logprobs: Tensor, entropy: Tensor, mask: Tensor, **columns: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         config, current = self._settings, logprobs.detach()
-        inputs = {"logprobs": logprobs, "old_logprobs": current, "mask": mask} | columns
-        result = self._function(**{name: inputs[name] for name in self.inputs}, **self._arguments)
+        inputs = {"logprobs": logprobs, "entropy": entropy, "old_logprobs": current, "mask": mask} | columns
+        result = call(self._function, inputs, self._arguments)
         loss_BL, details = loss_and_metrics(result, mask, f"actor.loss {config.loss.kind}")
         if "loss_weights" in columns:
             loss_BL = loss_BL * columns["loss_weights"].masked_fill(~mask, 0)
@@ -89,8 +92,14 @@ class _PolicyObjective(ConfiguredFunction[ActorConfig]):
         if config.entropy_coef:
             loss_BL = loss_BL - config.entropy_coef * entropy
         if self._kl_kind is not None:
-            gradient = config.kl_loss_gradient
-            kl_BL, _ = kl_loss(logprobs, columns["ref_logprobs"], mask, kind=self._kl_kind, gradient=gradient)
+            kl_BL, _ = kl_loss(
+                logprobs,
+                columns["ref_logprobs"],
+                mask,
+                kind=self._kl_kind,
+                gradient=config.kl_loss_gradient,
+                old_logprobs=inputs["old_logprobs"] if config.kl_loss_unbiased else None,
+            )
             kl_BL = per_token(kl_BL, mask, f"actor.kl_loss_kind {config.kl_loss_kind}")
             loss_BL = loss_BL + config.kl_loss_coef * kl_BL
             values["kl_loss"] = kl_BL

@@ -8,7 +8,7 @@ The rows of a pair are adjacent, the chosen response first. A mask is true for t
 from torch import Tensor
 
 from flowrl.algorithms import sequence_logprobs
-from flowrl.algorithms.registry import described, preference_losses, reward_model_losses
+from flowrl.algorithms.registry import call, described, preference_losses, reward_model_losses
 from flowrl.config import PreferenceActorConfig, PreferenceConfig, RewardModelConfig, RewardModelLossConfig, UserError
 from flowrl.workers.losses.loss import ConfiguredFunction, Loss, MaskedMetric
 
@@ -25,7 +25,7 @@ def preference_loss(config: PreferenceActorConfig) -> Loss:
     loss, name = config.loss, f"actor.loss {config.loss.kind}"
     inputs = preference_losses.inputs(preference_losses.load(loss.kind))
     reference = [REFERENCE] if any(column.startswith("ref_") for column in inputs) else []
-    if not loss.IS_PAIRED:
+    if not loss.is_paired:
         reads = (*reference, "desirable", "reference_kl")
         return Loss(_LabeledObjective(loss), aggregation="row_mean", reads=reads, name=name)
     if unknown := [column for column in inputs if not column.removeprefix("ref_").startswith(("chosen_", "rejected_"))]:
@@ -57,19 +57,17 @@ class _PairObjective(ConfiguredFunction[PreferenceConfig]):
     def __init__(self, loss: PreferenceConfig) -> None:
         super().__init__(loss)
         self._arguments, self._function = loss.arguments(), preference_losses.load(loss.kind)
-        self._inputs = preference_losses.inputs(self._function)
 
     def __call__(self, logprobs: Tensor, mask: Tensor, **columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         sums_B, lengths_B = sequence_logprobs(logprobs, mask, mode="sum"), mask.sum(-1)
-        responses = {"logprobs": sums_B / lengths_B.clamp(min=1) if self._settings.IS_MEAN_PER_TOKEN else sums_B}
-        responses["lengths"] = lengths_B
+        responses = {"logprobs": sums_B, "mean_logprobs": sums_B / lengths_B.clamp(min=1), "lengths": lengths_B}
         if REFERENCE in columns:
             responses["ref_logprobs"] = columns[REFERENCE].to(sums_B.dtype)
         values: dict[str, Tensor] = {}
         for name, value_B in responses.items():
             prefix, kind = ("ref_", "logprobs") if name == "ref_logprobs" else ("", name)
             values[f"{prefix}chosen_{kind}"], values[f"{prefix}rejected_{kind}"] = _split_pairs(value_B)
-        result = self._function(**{name: values[name] for name in self._inputs}, **self._arguments)
+        result = call(self._function, values, self._arguments)
         loss_P, metrics = _check(result, f"actor.loss {self._settings.kind}")
         chosen_P, rejected_P = _split_pairs(sums_B)
         return loss_P, metrics | {"chosen_logprobs": chosen_P, "rejected_logprobs": rejected_P}
@@ -112,10 +110,10 @@ class _RewardObjective(ConfiguredFunction[RewardModelLossConfig]):
 
     def __call__(self, scores: Tensor, margin: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         chosen_P, rejected_P = _split_pairs(scores)
-        settings = dict(self._arguments)
+        inputs = {"chosen_scores": chosen_P, "rejected_scores": rejected_P}
         if margin is not None:
-            settings["margin"] = _split_pairs(margin)[0].to(chosen_P.dtype)
-        result = self._function(chosen_scores=chosen_P, rejected_scores=rejected_P, **settings)
+            inputs["margins"] = _split_pairs(margin)[0].to(chosen_P.dtype)
+        result = call(self._function, inputs, self._arguments)
         return _check(result, f"reward.loss {self._settings.kind}")
 
 

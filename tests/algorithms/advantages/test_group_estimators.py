@@ -382,7 +382,7 @@ def test_gdpo_by_hand():
 def test_gdpo_weights_normalized_rewards():
     # the same with weights 1 and 3: sums in units of .7071068 are -4, 4, 2, -2; std sqrt(40 / 3) of these units
     scores = torch.tensor([[0.0, 0.0], [1.0, 10.0], [0.0, 30.0], [5.0, 10.0]])
-    advantages = gdpo(scores, torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool(), weights=[1, 3], eps=0.0)
+    advantages = gdpo(scores, torch.tensor([0, 0, 1, 1]), torch.ones(4, 1).bool(), reward_weights=(1, 3), eps=0.0)
     assert_close(advantages[:, 0], torch.tensor([-1.0954451, 1.0954451, 0.5477226, -0.5477226]))
 
 
@@ -402,7 +402,7 @@ def test_gdpo_agrees_with_the_formula_in_numpy(rows: tuple[Tensor, Tensor], num_
     for k in range(num_rewards):
         sums += weights[k] * by_group(lambda x: (x - x.mean()) / (x.std(ddof=1) + 1e-4), scores[:, k], groups)
     expected = (sums - sums.mean()) / (sums.std(ddof=1) + 1e-4) if len(sums) > 1 else np.zeros(1)
-    assert_rows(gdpo(scores, groups, torch.ones(len(groups), 2).bool(), weights=weights), expected)
+    assert_rows(gdpo(scores, groups, torch.ones(len(groups), 2).bool(), reward_weights=tuple(weights)), expected)
 
 
 def test_gdpo_rejects_scores_without_a_column_per_reward():
@@ -412,7 +412,7 @@ def test_gdpo_rejects_scores_without_a_column_per_reward():
 
 def test_gdpo_rejects_weights_that_are_not_one_per_reward():
     with pytest.raises(ValueError, match=r"weights .*1"):
-        gdpo(torch.ones(2, 2), torch.ones(2).long(), torch.ones(2, 1).bool(), weights=[1.0])
+        gdpo(torch.ones(2, 2), torch.ones(2).long(), torch.ones(2, 1).bool(), reward_weights=(1.0,))
 
 
 GROUP_OF = torch.tensor([1, 0, 1, 2])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.algorithms import optimal_token_baseline
+from flowrl.algorithms.advantages.token_baselines import sum_squared_probs
 from tests.algorithms.strategies import NAN, masks, orders, quick
 from tests.engines.closeness import assert_norm_close, reduction_rtol
 
@@ -145,3 +146,11 @@ def test_groups_per_token_are_rejected():
     data = inputs(8, torch.ones(2, 3).bool()) | {"groups": torch.ones(2, 3).long()}
     with pytest.raises(ValueError, match=r"groups .*\[2, 3\]"):
         optimal_token_baseline(**data)
+
+
+def test_the_sum_of_squared_probabilities_follows_from_one_token() -> None:
+    # p = (1/2, 1/4, 1/4): the sum of squares is 3/8. At half of the temperature, p' = (2/3, 1/6, 1/6).
+    mask = torch.tensor([[True, True, True, False]])
+    logprobs = torch.tensor([[1 / 2, 1 / 4, 1.0, 1.0]]).log()
+    sharp = torch.tensor([[2 / 3, 1 / 6, 1.0, 1.0]]).log()
+    assert sum_squared_probs(logprobs, sharp, mask)[0].tolist() == pytest.approx([3 / 8, 3 / 8, 1, 0])

@@ -112,7 +112,7 @@ def test_clip_cov_by_hand():
 def test_kl_cov_by_hand():
     """-A w is -2, -0.5, -2, 2.2; the first two have 0.5 log 2 added, which pulls each back to the old policy."""
     logprobs = moved()
-    loss, metrics = kl_cov_loss(logprobs, OLD, ADVANTAGES, MASK, selected=SELECTED, kl_coef=0.5)
+    loss, metrics = kl_cov_loss(logprobs, OLD, ADVANTAGES, MASK, selected=SELECTED, cov_kl_coef=0.5)
     half = math.log(2) / 2
     assert_close(loss, torch.tensor([[-2 + half, -0.5 + half, -2.0, 2.2]]))
     assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], torch.tensor([[-1.5, -1.0, -2.0, 2.2]]))
@@ -128,8 +128,8 @@ def test_kl_cov_agrees_with_the_formula_in_numpy(kl_kind):
     loss, _ = kl_cov_loss(
         *(table[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")),
         selected=table["selected"],
-        kl_coef=0.7,
-        kl_kind=kl_kind,
+        cov_kl_coef=0.7,
+        cov_kl_kind=kl_kind,
     )
     d = x - old
     penalty = {"abs": np.abs(d), "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[kl_kind]
@@ -166,8 +166,9 @@ def test_a_selection_that_is_not_bool_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"kl_coef": -1.0}, r"kl_coef .*-1.0"), ({"kl_kind": "k1"}, r"kl_kind .*'k1'")]
+    ("wrong", "message"),
+    [({"cov_kl_coef": -1.0}, r"cov_kl_coef .*-1.0"), ({"cov_kl_kind": "k1"}, r"cov_kl_kind .*'k1'")],
 )
 def test_options_of_kl_cov_outside_their_range_are_rejected(wrong: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        kl_cov_loss(OLD, OLD, ADVANTAGES, MASK, **({"selected": SELECTED, "kl_coef": 1.0} | wrong))
+        kl_cov_loss(OLD, OLD, ADVANTAGES, MASK, **({"selected": SELECTED, "cov_kl_coef": 1.0} | wrong))

@@ -16,13 +16,12 @@ from flowrl.algorithms import (
     aggregate,
     cpo_loss,
     dpo_loss,
-    log_exp_loss,
-    log_sig_loss,
     orpo_loss,
     pairwise_reward_loss,
     sequence_logprobs,
     simpo_loss,
 )
+from flowrl.algorithms.registry import reward_model_losses
 from tests.engines.closeness import assert_norm_close
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -103,15 +102,15 @@ def test_the_pairwise_loss_by_hand():
 def test_a_margin_per_pair_shifts_the_difference_and_receives_no_gradient():
     margin = torch.tensor([2.0, 0.0], requires_grad=True)
     chosen = torch.tensor([3.0, 3.0], requires_grad=True)
-    loss, _ = pairwise_reward_loss(chosen, torch.ones(2), margin=margin)
+    loss, _ = pairwise_reward_loss(chosen, torch.ones(2), margins=margin)
     assert_close(loss, torch.tensor([0.6931472, 0.1269280]))
     loss.sum().backward()
     assert margin.grad is None and chosen.grad is not None
 
 
-def test_log_sig_and_log_exp_are_aliases_and_finite_at_large_gaps():
-    assert log_sig_loss is log_exp_loss is pairwise_reward_loss
-    loss, _ = log_exp_loss(torch.tensor([0.0]), torch.tensor([90.0]))
+def test_log_sig_and_log_exp_are_one_function_which_is_finite_at_large_gaps():
+    assert {reward_model_losses.load(name) for name in ("log_sig", "log_exp")} == {pairwise_reward_loss}
+    loss, _ = pairwise_reward_loss(torch.tensor([0.0]), torch.tensor([90.0]))
     assert loss.tolist() == [90.0]
 
 

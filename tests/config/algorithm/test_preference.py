@@ -51,11 +51,14 @@ def test_a_loss_is_read_with_the_defaults_of_its_own(read: Callable[..., PairsCo
 COLUMNS = {
     "chosen_logprobs": torch.tensor([-1.0]),
     "rejected_logprobs": torch.tensor([-3.0]),
+    "chosen_mean_logprobs": torch.tensor([-1.0]),
+    "rejected_mean_logprobs": torch.tensor([-3.0]),
     "ref_chosen_logprobs": torch.tensor([-2.0]),
     "ref_rejected_logprobs": torch.tensor([-2.0]),
     "chosen_lengths": torch.tensor([2]),
     "chosen_scores": torch.tensor([1.0]),
     "rejected_scores": torch.tensor([0.0]),
+    "margins": torch.tensor([0.0]),
     "logprobs": torch.tensor([-1.0]),
     "ref_logprobs": torch.tensor([-2.0]),
     "desirable": torch.tensor([True]),
@@ -123,10 +126,11 @@ def test_functions_of_the_roles_are_checked_before_the_run_starts(tmp_path: Path
             check_functions(PreferenceRunConfig.model_validate(settings | {role: trained | loss}))
 
 
-def test_classes_state_the_data_that_a_loss_reads() -> None:
+def test_the_inputs_of_a_loss_state_the_data_that_it_reads() -> None:
     members = {name: parse(AnyPreference, name) for name in preference_losses.names}
-    assert [name for name, member in members.items() if not member.IS_PAIRED] == ["kto"]
+    assert [name for name, member in members.items() if not member.is_paired] == ["kto"]
     for name, member in members.items():
         inputs = preference_losses.inputs(preference_losses.load(name))
-        assert any(column.startswith("ref_") for column in inputs) == member.NEEDS_REFERENCE, name
-        assert not (member.IS_MEAN_PER_TOKEN and member.NEEDS_REFERENCE)
+        assert any(column.startswith("ref_") for column in inputs) == member.needs_reference, name
+    custom = parse(AnyPreference, f"{CUSTOM_MODULE}:gap")
+    assert custom.is_paired and custom.needs_reference is None

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flowrl.config import AdvantageConfig, AnyAdvantage, AnyShaping, Config, ConfigError, load, parse, to_yaml
-from flowrl.config.algorithm.advantage import GrpoAdvantage, RlooAdvantage
-from flowrl.config.algorithm.shaping import AdaptiveKl, ClipRewards, FixedKl, LengthPenalty, OverlongPenalty
+from flowrl.config import (
+    AdvantageConfig,
+    AnyAdvantage,
+    AnyShaping,
+    Config,
+    ConfigError,
+    KlControlConfig,
+    ShapingConfig,
+    load,
+    parse,
+    to_yaml,
+)
+from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 
@@ -56,7 +66,7 @@ def test_a_resolved_list_is_read_back(read: Callable[[str], AdvantageConfig]) ->
 
 
 def test_a_null_bound_keeps_the_default_of_the_function() -> None:
-    assert ClipRewards(high=1.0).arguments() == {"high": 1.0}
+    assert ShapingConfig.select("clip_rewards", high=1.0).arguments() == {"high": 1.0}
 
 
 def test_a_misspelled_setting_of_an_entry_is_named_with_its_location(read: Callable[[str], AdvantageConfig]) -> None:
@@ -103,15 +113,15 @@ ADAPTIVE = {"estimator": "rloo", "kl_coef": 0.1, "kl_control": {"kind": "adaptiv
 
 def test_a_kl_control_is_read_with_its_defaults_and_back(read: Callable[[str], AdvantageConfig]) -> None:
     config = read("{estimator: rloo, kl_coef: 0.1, kl_control: {kind: adaptive, target: 0.02}}")
-    assert isinstance(config, RlooAdvantage)
-    assert config.kl_control == AdaptiveKl(target=0.02, horizon=10_000.0)
+    assert isinstance(config, PenalizedAdvantageConfig)
+    assert config.kl_control == KlControlConfig.select("adaptive", target=0.02, horizon=10_000.0)
     assert read(to_yaml(config)) == config
 
 
 def test_the_coefficient_is_fixed_by_default() -> None:
-    assert RlooAdvantage().kl_control == FixedKl()
-    assert RlooAdvantage(kl_coef=0.1).kl_penalty is not None
-    assert RlooAdvantage().kl_penalty is None and GrpoAdvantage().kl_penalty is None
+    penalized = AdvantageConfig.select("rloo", kl_coef=0.1).kl_penalty
+    assert penalized is not None and penalized.kl_control == KlControlConfig.select("fixed")
+    assert [AdvantageConfig.select(name).kl_penalty for name in ("rloo", "grpo")] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +149,14 @@ def test_a_length_penalty_without_groups_is_rejected() -> None:
     algorithm = {"estimator": "reinforce_plus_plus", "shaping": [penalty]}
     with pytest.raises(ValidationError, match=r"samples_per_prompt .*\b1\b.*length_penalty"):
         run_with(penalty, samples_per_prompt=1, algorithm=algorithm)
-    assert run_with(penalty).algorithm.shaping == (LengthPenalty(correct_from=1.0, coef=0.5),)
+    assert run_with(penalty).algorithm.shaping == (ShapingConfig.select("length_penalty", correct_from=1.0, coef=0.5),)
 
 
 def test_an_overlong_penalty_above_the_maximum_length_is_rejected() -> None:
     with pytest.raises(ValidationError, match=r"max_length .*buffer .*\b8 .*rollout\.max_response_tokens .*\b8\b"):
         run_with({"kind": "overlong_penalty", "max_length": 10, "buffer": 2})
     shaping = run_with({"kind": "overlong_penalty", "max_length": 10, "buffer": 3}).algorithm.shaping
-    assert shaping == (OverlongPenalty(max_length=10, buffer=3, coef=1.0),)
+    assert shaping == (ShapingConfig.select("overlong_penalty", max_length=10, buffer=3, coef=1.0),)
 
 
 def test_a_short_kl_horizon_is_rejected() -> None:

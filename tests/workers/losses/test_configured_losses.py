@@ -1,5 +1,6 @@
 """The configured policy loss with each source of the old log-probabilities."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import SINGLE
 from flowrl.controller.errors import ContractError
 from flowrl.workers import LANGUAGE_MODELING, Actor
+from flowrl.workers.losses.configured_losses import policy_loss
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
 from tests.errors import rejects
 
@@ -90,6 +92,33 @@ def test_the_kl_loss_has_the_value_of_one_estimate_and_the_gradient_of_another(m
     mixed, gradients = train(model, "current", kl_loss_coef=0.1, kl_loss_kind="k3", kl_loss_gradient="k2")
     assert mixed["kl_loss"] == pytest.approx(k3["kl_loss"], rel=FLOAT64_RTOL) != k2["kl_loss"]
     assert_norm_close(gradients, expected_gradients, FLOAT64_RTOL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "value", "gradient"),
+    [
+        # p = 1/2 and q = 1/4 under the reference: k1 is log 2, with the gradient 1 in log p; w is p / old.
+        ("k1", 0.4, 1.25 * math.log(2), 1.25 * (math.log(2) + 1)),
+        # k3 is q / p - 1 - log(q / p), with the gradient 1 - q / p.
+        ("k3", 0.4, 1.25 * (math.log(2) - 0.5), 1.25 * (math.log(2) - 0.5 + 0.5)),
+        # Without earlier updates, w is 1, but has a gradient.
+        ("k3", None, math.log(2) - 0.5, math.log(2)),
+    ],
+)
+def test_the_unbiased_kl_loss_is_weighted_by_the_ratio_with_its_gradient(
+    kind: str, old: float | None, value: float, gradient: float
+) -> None:
+    settings: dict[str, Any] = {"model": {"path": "model"}, "optimizer": {"lr": 0.1}, "loss": "reinforce"}
+    settings |= {"kl_loss_coef": 0.1, "kl_loss_kind": kind, "kl_loss_unbiased": True}
+    settings["old_logprobs"] = "current" if old is None else "recompute"
+    logprobs = torch.tensor([[0.5]], dtype=torch.float64).log().requires_grad_()
+    columns = {"advantages": torch.zeros_like(logprobs), "ref_logprobs": torch.full_like(logprobs, 0.25).log()}
+    columns |= {} if old is None else {"old_logprobs": torch.full_like(logprobs, old).log()}
+    inputs = {"logprobs": logprobs, "entropy": torch.zeros_like(logprobs), "mask": torch.ones(1, 1).bool()}
+    loss, metrics = policy_loss(ActorConfig.model_validate(settings)).function(**inputs, **columns)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(0.1 * value) and metrics["kl_loss"].item() == pytest.approx(value)
+    assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(0.1 * gradient)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
