@@ -25,7 +25,7 @@ _AVERAGED_STEPS = 5
 _LEAST_GAIN = 0.1
 """Required gain in held-out accuracy of GRPO in 100 steps. The measured gain on CPUs is 0.216."""
 GRPO_CONFIG = "recipes/grpo/arithmetic.yaml"
-_REPORT = "report.tensorboard=false"
+_REPORT = ("report.tensorboard=false",)
 _SHOWN_LINES = 25
 """Number of lines that are shown from the end of a failed program's output."""
 
